@@ -1,0 +1,290 @@
+"""Reading the settings of a run: TOML, then overrides by dotted name, then every check.
+
+Everything that can be checked without torch is checked here, before any process starts, and all
+problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from twobw.core.generators import stage_rule
+from twobw.settings import (
+    Config,
+    DataSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    Section,
+    TrainingSettings,
+    nearest,
+)
+
+__all__ = [
+    "SETTINGS",
+    "Config",
+    "ConfigError",
+    "load_config",
+    "read_resolved_config",
+    "write_resolved_config",
+]
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run.
+
+    Attributes:
+        problems: one line a problem, each with the setting, its value and what is allowed.
+    """
+
+    def __init__(self, source: str, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n  ".join([f"{source}: {count}", *problems]))
+
+
+_SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in Config.model_fields.items()
+}
+SETTINGS: tuple[str, ...] = tuple(
+    f"{section}.{key}" for section, cls in _SECTIONS.items() for key in cls.model_fields
+)
+"""The dotted name of every setting."""
+
+
+def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Config:
+    """Read a TOML file, then ``overrides`` by dotted name: ``{"training.seed": "3"}``.
+
+    An override's value is TOML (``3``, ``[5, 5]``, ``"text"``) or else a plain string.
+
+    Raises:
+        ConfigError: the file cannot be read, or with every problem of the config at once.
+    """
+    data = _read_toml(path)
+    problems = [
+        problem
+        for name, text in (overrides or {}).items()
+        if (problem := _override(data, name, text))
+    ]
+    if isinstance(run := data.setdefault("run", {}), dict):
+        run.setdefault("name", path.stem)
+    config, more = _validate(data, frozenset(overrides or ()))
+    problems += more
+    if config is None or problems:
+        raise ConfigError(str(path), problems)
+    return config
+
+
+def read_resolved_config(path: Path) -> Config:
+    """Read what `write_resolved_config` wrote; the text it was trained on need not be there.
+
+    Raises:
+        ConfigError: the file is missing or is not a whole config.
+    """
+    config, problems = _validate(_read_toml(path), frozenset(), check_files=False)
+    if config is None:
+        raise ConfigError(str(path), problems)
+    return config
+
+
+def write_resolved_config(config: Config, path: Path) -> None:
+    """Write every setting as TOML, defaults included, so that the file alone repeats the run."""
+    sections = config.model_dump()
+    text = "\n".join(
+        "".join([f"[{name}]\n", *(f"{key} = {_toml(value)}\n" for key, value in section.items())])
+        for name, section in sections.items()
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+def _toml(value: object) -> str:
+    """A value as TOML; what has no short form there (a table, a date) as Python shows it."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return f"[{', '.join(_toml(item) for item in value)}]"
+        case _:
+            return repr(value)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        problem = f"no such file{_nearest_path(path, '*.toml')}"
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}; a config is a TOML file"
+    except UnicodeDecodeError as error:
+        problem = f"byte {error.start} is not UTF-8; a config is a TOML file, which is UTF-8 text"
+    except tomllib.TOMLDecodeError as error:
+        problem = f"not valid TOML: {error}"
+    raise ConfigError(str(path), [problem])
+
+
+def _nearest_path(path: Path, pattern: str = "*") -> str:
+    siblings = {other.name: other for other in sorted(path.parent.glob(pattern))}
+    near = nearest(path.name, siblings)
+    return f"; did you mean {siblings[near[0]]}?" if near else ""
+
+
+def _override(data: dict[str, Any], name: str, text: str) -> str | None:
+    """Set one dotted name in ``data``; the problem if there is no such setting."""
+    if name not in SETTINGS:
+        return _unknown_setting(name, f"--{name}")
+    section, key = name.split(".")
+    table = data.setdefault(section, {})
+    if isinstance(table, dict):  # else the section itself is reported
+        table[key] = _parse_override(_SECTIONS[section].model_fields[key].annotation, text)
+    return None
+
+
+def _parse_override(kind: Any, text: str) -> object:
+    """``text`` as TOML if that is what the setting takes, else as a plain string."""
+    if kind is str:
+        value = _toml_value(text)
+        return value if isinstance(value, str) else text
+    is_bare_list = get_origin(kind) is tuple and not text.lstrip().startswith("[")
+    value = _toml_value(f"[{text}]" if is_bare_list else text)
+    return text if value is None else value
+
+
+def _toml_value(text: str) -> object | None:
+    """The one TOML value that ``text`` is, or None."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return None
+    return parsed["value"] if len(parsed) == 1 else None
+
+
+def _unknown_setting(name: str, shown: str) -> str:
+    """What is wrong with a name that is no setting, and the nearest that is."""
+    section, _, key = name.rpartition(".")
+    if name in _SECTIONS:
+        return f"{shown} is a section, not a setting; it has {_keys(name)}"
+    same_key = [setting for setting in SETTINGS if setting.split(".")[1] == key]
+    if section in _SECTIONS:
+        near = nearest(key, _SECTIONS[section].model_fields)
+        guesses = same_key or [f"{section}.{key}" for key in near]
+        allowed = f"[{section}] has {_keys(section)}"
+    else:
+        guesses = same_key or nearest(name.partition(".")[0], _SECTIONS)
+        allowed = f"the sections are {', '.join(_SECTIONS)}"
+    hint = f"did you mean {guesses[0]}? " if guesses else ""
+    return f"{shown} is not a setting; {hint}{allowed}"
+
+
+def _keys(section: str) -> str:
+    return ", ".join(_SECTIONS[section].model_fields)
+
+
+def _validate(
+    data: Mapping[str, Any], overridden: frozenset[str], *, check_files: bool = True
+) -> tuple[Config | None, list[str]]:
+    """Every problem of the tree, and the config if there is none."""
+    problems = [_unknown_setting(name, name) for name in data if name not in _SECTIONS]
+    sections: dict[str, Any] = {}
+    for name, cls in _SECTIONS.items():
+        try:
+            sections[name] = cls.model_validate(data.get(name, {}))
+        except ValidationError as error:
+            problems += [_explain(name, detail, overridden) for detail in error.errors()]
+    problems += _disagreements(**sections)
+    if check_files and "data" in sections:
+        problems += _missing_paths(sections["data"])
+    return (None if problems else Config(**sections)), problems
+
+
+def _explain(section: str, detail: ErrorDetails, overridden: frozenset[str]) -> str:
+    """One line for one of pydantic's errors."""
+    loc, kind, value = detail["loc"], detail["type"], detail["input"]
+    name = ".".join([section, *(str(part) for part in loc[:1])])
+    shown = f"--{name}" if name in overridden else name
+    if kind == "extra_forbidden":
+        return _unknown_setting(name, shown)
+    if kind == "missing" and len(loc) == 1:
+        return f"{shown} is missing; set it in [{section}]"
+    if kind == "missing":
+        return f"{shown} = {_toml(value)}: must have more items"
+    if kind == "model_type":
+        return f"{name} is {_toml(value)}; it must be a section, [{name}], with {_keys(name)}"
+    message = detail["msg"].removeprefix("Value error, ")
+    if not loc:
+        return f"[{section}] {message}"
+    index = "".join(f"[{part}]" for part in loc[1:])
+    return f"{shown}{index} = {_toml(value)}: {_reworded(message)}"
+
+
+def _reworded(message: str) -> str:
+    """pydantic's words in those of a config: a setting "must", and TOML has lists, not tuples."""
+    message = re.sub(r"^(\w+) should", "must", message).replace(" after validation", "")
+    message = message.replace("a valid tuple", "a list such as [1, 2]")
+    return message.replace("greater than or equal to", "at least")
+
+
+def _disagreements(
+    model: ModelSettings | None = None,
+    parallel: ParallelSettings | None = None,
+    optimizer: OptimizerSettings | None = None,
+    training: TrainingSettings | None = None,
+    **_: Section,
+) -> Iterator[str]:
+    """Problems between settings that are right on their own; a section in error is left out."""
+    if parallel:
+        yield from _parallel_disagreements(parallel)
+    if parallel and model:
+        yield from _split_disagreements(parallel, model.gpt().list_length)
+    if parallel and training and training.global_batch_size < parallel.num_microbatches:
+        yield (
+            f"training.global_batch_size = {training.global_batch_size}: must be at least "
+            f"parallel.num_microbatches = {parallel.num_microbatches}, a sample for each"
+        )
+    if optimizer and training and optimizer.warmup_batches > training.num_batches:
+        yield (
+            f"optimizer.warmup_batches = {optimizer.warmup_batches}: must be at most "
+            f"training.num_batches = {training.num_batches}"
+        )
+
+
+def _parallel_disagreements(parallel: ParallelSettings) -> Iterator[str]:
+    if parallel.dp != 1:
+        yield f"parallel.dp = {parallel.dp}: must be 1; replicas of a stage are not built yet"
+    if parallel.extra_in_flight:
+        extra = {"extra_in_flight": parallel.extra_in_flight}
+        try:
+            stage_rule(parallel.schedule, 0, parallel.pp, parallel.num_microbatches, **extra)
+        except ValueError as error:
+            yield f"parallel.extra_in_flight = {parallel.extra_in_flight}: {error}"
+
+
+def _split_disagreements(parallel: ParallelSettings, num_layers: int) -> Iterator[str]:
+    made_of = f"the model's layers, {num_layers} (embedding, {num_layers - 2} blocks, head)"
+    if parallel.pp > num_layers:
+        yield f"parallel.pp = {parallel.pp}: must be at most the number of {made_of}"
+    if not parallel.split:
+        return
+    split = f"parallel.split = {_toml(parallel.split)}"
+    if len(parallel.split) != parallel.pp:
+        yield f"{split}: must have parallel.pp = {parallel.pp} entries"
+    if sum(parallel.split) != num_layers:
+        yield f"{split}: adds up to {sum(parallel.split)}; it must add up to {made_of}"
+
+
+def _missing_paths(data: DataSettings) -> Iterator[str]:
+    for index, text in enumerate(data.paths):
+        path = Path(text).expanduser()
+        if not path.exists():
+            near = _nearest_path(path)
+            yield f"data.paths[{index}] = {_toml(text)}: no such file or folder{near}"
