@@ -1,0 +1,1 @@
+"""Schedules as plain data, their checker and their simulator. Standard library only."""
