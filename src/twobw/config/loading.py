@@ -16,8 +16,7 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from twobw.core.generators import stage_rule
-from twobw.settings import (
+from twobw.config.settings import (
     Config,
     DataSettings,
     ModelSettings,
@@ -27,15 +26,7 @@ from twobw.settings import (
     TrainingSettings,
     nearest,
 )
-
-__all__ = [
-    "SETTINGS",
-    "Config",
-    "ConfigError",
-    "load_config",
-    "read_resolved_config",
-    "write_resolved_config",
-]
+from twobw.core.generators import stage_rule
 
 
 class ConfigError(ValueError):
@@ -228,7 +219,7 @@ def _explain(section: str, detail: ErrorDetails, overridden: frozenset[str]) -> 
 
 
 def _reworded(message: str) -> str:
-    """pydantic's words in those of a config: a setting "must", and TOML has lists, not tuples."""
+    """Pydantic's words in those of a config: a setting "must", and TOML has lists, not tuples."""
     message = re.sub(r"^(\w+) should", "must", message).replace(" after validation", "")
     message = message.replace("a valid tuple", "a list such as [1, 2]")
     return message.replace("greater than or equal to", "at least")

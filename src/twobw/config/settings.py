@@ -1,4 +1,4 @@
-"""The settings of a run: one typed, frozen tree. `twobw.config` reads and checks it.
+"""The settings of a run: one typed, frozen tree. `twobw.config.loading` reads and checks it.
 
 No torch here: a config is checked before any process starts.
 """
