@@ -1,0 +1,1 @@
+"""Training on text: data, loop, runs and samples."""

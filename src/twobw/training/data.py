@@ -1,0 +1,229 @@
+"""Text as bytes: which files, which of them are for validation, and which window comes when.
+
+A token is a byte. The order of the samples is a pure function of the seed and of the sample's
+position in the run, so no rank needs to keep or save any state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+
+
+class DataError(ValueError):
+    """Text that cannot be trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file to train on; ``digest`` is of its content."""
+
+    digest: bytes
+    size: int
+    path: Path
+
+
+class TextData:
+    """The windows of a text: ``sequence_length`` bytes in, the same shifted by one as targets.
+
+    The files are put in the order of their contents' hashes and joined; the last
+    ``validation_fraction`` of the bytes is for validation. So the split depends on neither the
+    seed nor the names or order of the files; equal files count once and cannot leak over it.
+    A training window starts every ``sequence_length`` bytes. An epoch takes each of them once, in
+    an order drawn from the seed.
+
+    Attributes:
+        num_files: files read, equal ones once.
+        train: the training bytes, uint8.
+        validation: the validation bytes, uint8.
+        num_windows: training windows, the samples of an epoch.
+        num_validation_windows: validation windows.
+
+    Args:
+        paths: files, taken as they are, and folders, searched for UTF-8 text; what is hidden in
+            a folder is left out. None means the source of Python's standard library.
+        sequence_length: bytes of a sample.
+        validation_fraction: the part of the bytes held back, above 0 and below 1.
+        seed: of the order of the training windows.
+
+    Raises:
+        DataError: a path is missing or cannot be read, or there is too little text for one
+            window on either side.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path] = (),
+        *,
+        sequence_length: int,
+        validation_fraction: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        files = _distinct(_text_files(paths) if paths else _standard_library_files())
+        text = _join(files)
+        num_validation = round(len(text) * validation_fraction)
+        self.num_files = len(files)
+        self.train, self.validation = text.tensor_split([len(text) - num_validation])
+        self.num_windows = _count_windows("training", self.train, sequence_length)
+        self.num_validation_windows = _count_windows("validation", self.validation, sequence_length)
+        self._sequence_length = sequence_length
+        self._seed = seed
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))  # epoch, its permutation
+
+    def batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Samples ``first_sample ...`` of the run: inputs and targets, int64 ``(b, t)`` each.
+
+        Batch ``k`` of a run starts at sample ``k * batch_size``, in whatever epoch that lies.
+        """
+        windows: list[Tensor] = []
+        sample, end = first_sample, first_sample + batch_size
+        while sample < end:
+            epoch, index = divmod(sample, self.num_windows)
+            windows.append(self._epoch_order(epoch)[index : index + end - sample])
+            sample += len(windows[-1])
+        return _cut(self.train, torch.cat(windows), self._sequence_length)
+
+    def validation_batches(
+        self, num_batches: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """At most ``num_batches`` batches of equal size, their windows spread evenly over the
+        validation text: the same in every run.
+
+        They hold ``batch_size`` samples, or all there are if those are fewer.
+        """
+        size = min(batch_size, self.num_validation_windows)
+        num_batches = min(num_batches, self.num_validation_windows // size)
+        total = num_batches * size
+        windows = torch.arange(total) * self.num_validation_windows // max(total, 1)
+        for chosen in windows.reshape(num_batches, size):
+            yield _cut(self.validation, chosen, self._sequence_length)
+
+    def _epoch_order(self, epoch: int) -> Tensor:
+        """Which window each sample of an epoch is; the last epoch asked for is kept."""
+        if self._order[0] != epoch:
+            seed = random.Random(f"{self._seed}/{epoch}").getrandbits(63)
+            generator = torch.Generator().manual_seed(seed)
+            self._order = (epoch, torch.randperm(self.num_windows, generator=generator))
+        return self._order[1]
+
+
+def _cut(text: Tensor, windows: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
+    """The windows' bytes, ``(b, t)`` inputs and ``(b, t)`` targets."""
+    offsets = windows[:, None] * sequence_length + torch.arange(sequence_length + 1)
+    tokens = text[offsets].long()
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _count_windows(name: str, text: Tensor, sequence_length: int) -> int:
+    """Windows in a text; each shares its last target with the next one's first input.
+
+    Raises:
+        DataError: there is none.
+    """
+    if len(text) <= sequence_length:
+        raise DataError(
+            f"{len(text)} bytes of {name} text are too few for one sample, which takes "
+            f"sequence_length + 1 = {sequence_length + 1}; give more text, a shorter sequence "
+            "or another validation_fraction"
+        )
+    return (len(text) - 1) // sequence_length
+
+
+def _standard_library_files() -> Iterator[Path]:
+    """The source of Python's standard library, without its tests and installed packages.
+
+    Raises:
+        DataError: this Python has no source with it.
+    """
+    root = sysconfig.get_path("stdlib")
+    files = [
+        path
+        for path in _walk(Path(root))
+        if path.suffix == ".py" and _NOT_SOURCE.isdisjoint(path.relative_to(root).parts)
+    ]
+    if not files:
+        raise DataError(f"no Python source in {root}; give files or folders in data.paths")
+    yield from files
+
+
+def _text_files(paths: Sequence[str | Path]) -> Iterator[Path]:
+    """The files given, and those in the folders given that are UTF-8 text.
+
+    Raises:
+        DataError: a path does not exist or is neither, or a folder holds no text.
+    """
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.is_dir():
+            files = [file for file in _walk(path) if _is_text(file)]
+            if not files:
+                raise DataError(f"no text file in the folder {path}")
+            yield from files
+        elif path.is_file():
+            yield path
+        else:
+            what = "is neither a file nor a folder" if path.exists() else "does not exist"
+            raise DataError(f"{path} {what}; data.paths are files and folders of text")
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """The regular files in a folder and below; hidden ones and linked folders are left out."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}")
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = (Path(parent, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def _is_text(path: Path) -> bool:
+    content = _read(path)
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return bool(content) and b"\0" not in content
+
+
+def _distinct(paths: Iterator[Path]) -> list[_File]:
+    """The files in the order of their contents' hashes, equal contents once."""
+    files: dict[bytes, _File] = {}
+    for path in paths:
+        content = _read(path)
+        digest = hashlib.sha256(content).digest()
+        files.setdefault(digest, _File(digest, len(content), path))
+    return [files[digest] for digest in sorted(files)]
+
+
+def _join(files: list[_File]) -> Tensor:
+    """All bytes in one uint8 tensor. A second reading: only the tensor and one file are held."""
+    text = torch.empty(sum(file.size for file in files), dtype=torch.uint8)
+    start = 0
+    for file in files:
+        content = _read(file.path)
+        if hashlib.sha256(content).digest() != file.digest:
+            raise DataError(f"{file.path} changed while it was read")
+        if content:
+            part = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            text[start : start + file.size] = part
+        start += file.size
+    return text
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
