@@ -1,0 +1,1 @@
+"""What a `Timeline` or a run looks like in other forms."""

@@ -1,0 +1,190 @@
+"""Starts the ranks of a run on this machine through torch's launcher, and tells how they ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+from uuid import uuid4
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from twobw.config import Config, write_resolved_config
+from twobw.training.failures import (
+    Failure,
+    describe_exit,
+    first_cause,
+    last_words,
+    read_failures,
+    stage_of,
+)
+from twobw.training.run_folder import (
+    CONFIG,
+    SUMMARY,
+    WEIGHTS,
+    create_run_folder,
+    failure_path,
+    log_path,
+    replacing,
+)
+
+_SHOW_CURSOR = "\x1b[?25h"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class RankLogs(LogsSpecs):
+    """Rank 0's standard output is ours; all else that ranks print goes to ``rank{r}.log``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(log_dir=str(folder))
+        self._folder = folder
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """The files of each local rank, as torch's launcher asks for them."""
+        return LogsDest(
+            stdouts=dict.fromkeys(envs, ""),  # of rank 0; the others join it to standard error
+            stderrs={rank: str(log_path(self._folder, rank)) for rank in envs},
+            error_files={rank: str(failure_path(self._folder, rank)) + ".torch" for rank in envs},
+        )
+
+    @property
+    def root_log_dir(self) -> str:
+        """Where the logs are."""
+        return str(self._folder)
+
+
+def launch(config: Config) -> int:
+    """Train with ``pp * dp`` ranks on this machine; return the exit code of the command.
+
+    The first Ctrl-C (or SIGTERM) lets the ranks finish the batch, drain and save; the second ends
+    all at once. When a rank dies the others are ended, and the last line on standard error names
+    the rank, its stage and the reason.
+    """
+    folder = create_run_folder(Path(config.run.folder), config.run.name)
+    with replacing(folder / CONFIG) as path:
+        write_resolved_config(config, path)
+    # Ranks of one machine meet on the loopback, whatever its name resolves to.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["OMP_NUM_THREADS"] = str(config.training.num_threads)
+    # torch's agent reports each death at length; the ranks' logs and our last words say it all.
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    exits: list[Failure] = []
+    with _signals_forwarded():
+        try:
+            _run_agent(config, folder)
+        except ChildFailedError as error:
+            exits = _exits(error, config)
+        except SignalException:
+            return _after_signal(config, folder)
+    if exits:
+        return _report_failure(config, folder, exits)
+    return 0
+
+
+def _run_agent(config: Config, folder: Path) -> None:
+    launch_config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.parallel.pp * config.parallel.dp,
+        logs_specs=RankLogs(folder),
+        run_id=str(uuid4()),
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        rdzv_configs={"is_host": True},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        # All others are handled by _signals_forwarded; the list must not be empty.
+        signals_to_handle="SIGQUIT",
+        # Waits inside the pipeline are bounded by timeout_s; a second Ctrl-C does not wait.
+        shutdown_timeout=int(config.training.timeout_s) + 60,
+    )
+    # -P: the current folder must not stand before the standard library, as it does under -m.
+    command = ["-P", "-m", "twobw.training.worker", str(folder), str(os.getpid())]
+    elastic_launch(launch_config, sys.executable)(*command)
+
+
+@contextmanager
+def _signals_forwarded() -> Iterator[None]:
+    """The first signal goes on to the ranks as SIGINT; the second ends this process at once, and
+    the kernel then ends the ranks (``die_with_parent``).
+
+    torch's agent does the forwarding when ``SignalException`` is raised inside it, and waits. Left
+    to itself it would answer a second signal by waiting once more.
+    """
+    seen = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            _end_at_once(number)
+        seen = True
+        _say("stopping after this batch; the weights will be saved. Again to end at once.")
+        raise SignalException(signal.Signals(number).name, signal.SIGINT)
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in _SIGNALS:
+        if before[number] is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_at_once(number: int) -> NoReturn:
+    _say("ended at once; nothing was saved")
+    os._exit(128 + number)
+
+
+def _exits(error: ChildFailedError, config: Config) -> list[Failure]:
+    """How the ranks ended, in the order seen; those that the agent ended are left out."""
+    failures = list(error.failures.items())
+    others = [item for item in failures if item[1].exitcode != -signal.SIGTERM]
+    return [
+        Failure(
+            rank=rank,
+            stage=stage_of(rank, config.parallel.pp),
+            reason=describe_exit(failure.exitcode),
+            time_ns=order,
+            lost_peer=False,
+        )
+        for order, (rank, failure) in enumerate(others or failures)
+    ]
+
+
+def _after_signal(config: Config, folder: Path) -> int:
+    if (folder / SUMMARY).is_file():
+        _say(f"stopped as asked; the weights are in {folder / WEIGHTS}")
+        return 0
+    return _report_failure(config, folder, [])
+
+
+def _report_failure(config: Config, folder: Path, exits: list[Failure]) -> int:
+    """Print the last words; return the exit code."""
+    records = read_failures(folder, config.parallel.pp * config.parallel.dp)
+    reported = {record.rank for record in records}
+    cause = first_cause(records, [failure for failure in exits if failure.rank not in reported])
+    if cause is None:
+        _say(f"stopped before anything was saved; the logs are in {folder}")
+    else:
+        _say(last_words(cause, log_path(folder, cause.rank)))
+    return 1
+
+
+def _say(text: str) -> None:
+    """Print on standard error, below whatever live display a rank has left on the terminal."""
+    if sys.stdout.isatty():
+        sys.stdout.write(_SHOW_CURSOR + "\n")
+        sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

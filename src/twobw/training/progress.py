@@ -1,0 +1,185 @@
+"""How a run shows itself: a live display on a terminal, plain lines where the output is piped."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Protocol, TextIO, cast
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from twobw.training.metrics import BatchRow
+
+_REFRESH_S = 0.2
+
+
+class Progress(Protocol):
+    """Where rank 0 shows how the run goes."""
+
+    def note(self, text: str) -> None:
+        """Show a line of text."""
+
+    def update(self, row: BatchRow) -> None:
+        """Show where the run is."""
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+
+
+class Output(io.TextIOBase):
+    """Text output that goes nowhere once its reader has left: a run outlives ``| head``."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_open = True
+
+    def write(self, text: str) -> int:
+        """Write all, or nothing if nobody reads."""
+        if self._is_open:
+            try:
+                self._stream.write(text)
+                self._stream.flush()
+            except OSError:
+                self._is_open = False
+                _discard(self._stream)
+        return len(text)
+
+    def isatty(self) -> bool:
+        """Whether a person reads."""
+        return self._stream.isatty()
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what the stream still holds go nowhere; else writing it at exit fails once more."""
+    if stream is sys.stdout:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def make_progress(stream: TextIO, num_batches: int, log_every: int) -> Progress:
+    """The display that fits ``stream``."""
+    clock = RemainingTime(num_batches)
+    output = Output(stream)
+    if output.isatty():
+        console = Console(file=cast("IO[str]", output))
+        return LiveProgress(console, num_batches, clock)
+    return PlainProgress(output, num_batches, log_every, clock)
+
+
+class RemainingTime:
+    """Guesses the time left from the mean time of the batches since the first it saw."""
+
+    def __init__(self, num_batches: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._num_batches = num_batches
+        self._now = now
+        self._first: tuple[int, float] | None = None
+
+    def after(self, batch: int) -> str:
+        """The time left once ``batch`` (0-based) is done, as text."""
+        now = self._now()
+        if self._first is None:
+            self._first = (batch, now)
+        first, start = self._first
+        if batch == first:
+            return "? left"
+        mean = (now - start) / (batch - first)
+        return f"{duration(mean * (self._num_batches - 1 - batch))} left"
+
+
+def duration(seconds: float) -> str:
+    """``75.2`` as ``1:15``, ``3700`` as ``1:01:40``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def bubbles(row: BatchRow) -> str:
+    """The part of the batch that each stage was idle, stage 0 first: ``4% 6%``."""
+    return " ".join(f"{max(1.0 - stage.busy_fraction, 0.0):.0%}" for stage in row.stages)
+
+
+class PlainProgress:
+    """A line every ``log_every`` batches and for the first and the last."""
+
+    def __init__(
+        self, output: Output, num_batches: int, log_every: int, clock: RemainingTime
+    ) -> None:
+        self._output = output
+        self._num_batches = num_batches
+        self._log_every = log_every
+        self._clock = clock
+
+    def note(self, text: str) -> None:
+        """Show a line of text."""
+        self._output.write(text + "\n")
+
+    def update(self, row: BatchRow) -> None:
+        """Show a batch, if it is one to show."""
+        done = row.batch + 1
+        if done % self._log_every and done not in (1, self._num_batches):
+            return
+        self.note(
+            f"batch {done}/{self._num_batches}  loss {row.loss:.4f}  lr {row.lr:.2e}  "
+            f"{row.tokens_per_second:,.0f} tokens/s  bubble {bubbles(row)}  "
+            f"{self._clock.after(row.batch)}"
+        )
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class LiveProgress:
+    """A bar, the loss and the stages, redrawn in place at most every 0.2 s by the calling thread:
+    a thread of its own would take time from the stage."""
+
+    def __init__(self, console: Console, num_batches: int, clock: RemainingTime) -> None:
+        self._console = console
+        self._num_batches = num_batches
+        self._clock = clock
+        self._live = Live(console=console, auto_refresh=False)
+        self._drawn = 0.0
+        self._row: BatchRow | None = None
+
+    def note(self, text: str) -> None:
+        """Show a line of text above the display."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def update(self, row: BatchRow) -> None:
+        """Redraw, unless that was done a moment ago."""
+        self._row = row
+        if time.monotonic() - self._drawn >= _REFRESH_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Draw the last batch and leave it there."""
+        if self._row is not None:
+            self._draw()
+        self._live.stop()
+
+    def _draw(self) -> None:
+        if self._row is None:
+            return
+        self._drawn = time.monotonic()
+        self._live.start()
+        self._live.update(self._render(self._row), refresh=True)
+
+    def _render(self, row: BatchRow) -> Group:
+        done = row.batch + 1
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            ProgressBar(total=self._num_batches, completed=done, width=30),
+            f"batch {done}/{self._num_batches}",
+            self._clock.after(row.batch),
+        )
+        figures = Text(
+            f"loss {row.loss:.4f}   lr {row.lr:.2e}   {row.tokens_per_second:,.0f} tokens/s"
+        )
+        return Group(head, figures, Text(f"bubble by stage  {bubbles(row)}"))

@@ -1,0 +1,142 @@
+"""One rank of a training run, under a launcher of ours or another's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from twobw.config import Config, ConfigError, read_resolved_config, write_resolved_config
+from twobw.training.failures import last_words, record_failure, stage_of
+from twobw.training.run_folder import CONFIG, create_run_folder, log_path, replacing
+from twobw.training.stopping import StopRequest, die_with_parent
+
+_OUTER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def has_outer_launcher() -> bool:
+    """Whether this process is a rank already, of ``torchrun`` or the like."""
+    return all(name in os.environ for name in _OUTER)
+
+
+def main() -> None:
+    """Be a rank of ``launch``: ``python -m twobw.training.worker FOLDER LAUNCHER_PID``."""
+    die_with_parent(int(sys.argv[2]))
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    if rank > 0:
+        os.dup2(2, 1)
+    # The launcher passes a wish to stop as SIGINT. SIGTERM keeps its meaning, death at once:
+    # torch's agent sends it when another rank died, and a handler would wait for C code to return.
+    stop = StopRequest()
+    stop.install([signal.SIGINT])
+    config = read_resolved_config(folder / CONFIG)
+    try:
+        _init_process_group(config)
+        _train(config, folder, stop)
+    except Exception as error:
+        traceback.print_exc()
+        record_failure(folder, rank, stage_of(rank, config.parallel.pp), error)
+        _exit_at_once()
+
+
+def run_rank(config: Config) -> int:
+    """Be a rank of an outer launcher; return the exit code of the command.
+
+    Raises:
+        ConfigError: the launcher started another number of ranks than the config has.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pp, dp = config.parallel.pp, config.parallel.dp
+    if world_size != pp * dp:
+        raise ConfigError(
+            "the launcher",
+            [
+                f"WORLD_SIZE is {world_size}, but parallel.pp * parallel.dp is {pp} * {dp} = "
+                f"{pp * dp}; start that many ranks, or set --parallel.pp {world_size // dp}"
+            ],
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+    stop = StopRequest()
+    stop.install([signal.SIGINT, signal.SIGTERM])
+    folder: Path | None = None
+    try:
+        _init_process_group(config)
+        folder = _agree_on_folder(config, rank)
+        _train(config, folder, stop)
+    except Exception as error:
+        _report(folder, rank, stage_of(rank, pp), error)
+        _exit_at_once()
+    return 0
+
+
+def _init_process_group(config: Config) -> None:
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(config.training.num_threads)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "nccl"
+    distributed.init_process_group(backend, timeout=timedelta(seconds=config.training.timeout_s))
+
+
+def _agree_on_folder(config: Config, rank: int) -> Path:
+    """Rank 0 makes the folder and tells the others, which may be on machines of their own."""
+    from torch import distributed
+
+    names: list[str] = [""]
+    if rank == 0:
+        folder = create_run_folder(Path(config.run.folder), config.run.name)
+        with replacing(folder / CONFIG) as path:
+            write_resolved_config(config, path)
+        names = [str(folder)]
+    distributed.broadcast_object_list(names, src=0)
+    folder = Path(names[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _train(config: Config, folder: Path, stop: StopRequest) -> None:
+    from torch import distributed
+
+    from twobw.training.loop import train
+
+    train(config, folder, stop)
+    distributed.destroy_process_group()
+
+
+def _report(folder: Path | None, rank: int, stage: int, error: Exception) -> None:
+    """Leave the traceback in the rank's log and the reason on standard error."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if folder is None:
+        traceback.print_exc()
+        return
+    log = log_path(folder, rank)
+    with log.open("a", encoding="utf-8") as stream:
+        traceback.print_exc(file=stream)
+    failure = record_failure(folder, rank, stage, error)
+    if failure.lost_peer:  # the rank that it lost has the last word
+        sys.stderr.write(f"rank {rank} (stage {stage}) has lost another rank; see {log}\n")
+    else:
+        sys.stderr.write(last_words(failure, log) + "\n")
+        get_error_handler().record_exception(error)  # for the report of torch's launcher
+
+
+def _exit_at_once() -> NoReturn:
+    """End without the interpreter's farewell, which could wait long for threads and peers."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
