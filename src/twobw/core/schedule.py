@@ -17,7 +17,7 @@ class Schedule:
         num_microbatches: microbatches of one batch, ``m``.
         num_batches: batches in this finite schedule.
         microbatches_per_update: ``m``, or 1 where every microbatch makes a version.
-        num_versions: weight buffers of each stage; version ``v`` lives in slot ``v % num_versions``.
+        num_versions: weight slots of each stage; version ``v`` lives in slot ``v % num_versions``.
         max_in_flight: for each stage, the most microbatches between their forward and backward.
         num_gradient_buffers: how many updates' gradients may be held at once.
         programs: ``programs[rank]`` is that rank's tuple of ops. A rank may own several stages.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
 
 from twobw.core.generators.gpipe import gpipe
@@ -76,19 +77,34 @@ def generate(
     Raises:
         ValueError: as `stage_rule`, or ``num_batches`` below 1.
     """
-    if num_batches < 1:
-        raise ValueError(f"num_batches is {num_batches}; it must be at least 1")
-    if num_stages < 1:
-        raise ValueError(f"num_stages is {num_stages}; it must be at least 1")
-    streams = [
+    declared = declare(name, num_stages, num_microbatches, num_batches, **options)
+    streams = (
         stage_program(name, stage, num_stages, num_microbatches, **options)
         for stage in range(num_stages)
-    ]
+    )
     programs = tuple(
         (*(op for _ in range(num_batches) for op in stream.begin_batch()), *stream.drain())
         for stream in streams
     )
-    rules = [stream.rule for stream in streams]
+    return replace(declared, programs=programs)
+
+
+def declare(
+    name: str, num_stages: int, num_microbatches: int, num_batches: int, **options: int
+) -> Schedule:
+    """What the schedule of this name promises, without programs: for programs that come from
+    elsewhere.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    for size, value in (("num_stages", num_stages), ("num_batches", num_batches)):
+        if value < 1:
+            raise ValueError(f"{size} is {value}; it must be at least 1")
+    rules = [
+        stage_rule(name, stage, num_stages, num_microbatches, **options)
+        for stage in range(num_stages)
+    ]
     return Schedule(
         name=name,
         num_stages=num_stages,
@@ -98,5 +114,5 @@ def generate(
         num_versions=tuple(rule.num_versions for rule in rules),
         max_in_flight=tuple(rule.max_in_flight for rule in rules),
         num_gradient_buffers=2 if any(rule.defer_update for rule in rules) else 1,
-        programs=programs,
+        programs=(),
     )

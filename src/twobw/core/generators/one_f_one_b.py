@@ -8,8 +8,8 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> StageRule
 
     Two stages, m = 2, one batch::
 
-        stage 0 | F0@0  F1@0  B0@0   .    B1@0  U1@1
-        stage 1 |  .    F0@0  B0@0  F1@0  B1@0  U1@1
+        stage 0 | F0@0  F1@0   .    B0@0      .      B1@0 U1@1
+        stage 1 |  .    F0@0  B0@0  F1@0  B1@0 U1@1
     """
     return StageRule(
         max_in_flight=min(num_stages - stage, num_microbatches),

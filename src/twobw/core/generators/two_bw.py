@@ -13,10 +13,10 @@ def two_bw(
 ) -> StageRule:
     """1F1B across batch borders, never drained; batch ``k`` runs on version ``max(k - 1, 0)``.
 
-    Two stages, m = 2, the start of the stream::
+    Two stages, m = 2, the start of three batches::
 
-        stage 0 | F0@0  F1@0  B0@0  F2@0  B1@0  U1@1  F3@0  B2@0  F4@1  B3@0  U3@2 ...
-        stage 1 |  .    F0@0  B0@0  F1@0  B1@0  U1@1  F2@0  B2@0  F3@0  B3@0  U3@2 ...
+        stage 0 | F0@0  F1@0   .    B0@0  F2@0       B1@0 U1@1  F3@0  B2@0  F4@1       ...
+        stage 1 |  .    F0@0  B0@0  F1@0  B1@0 U1@1  F2@0       B2@0  F3@0  B3@0 U3@2  ...
 
     Args:
         stage: 0-based stage.

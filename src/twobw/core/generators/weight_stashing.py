@@ -7,10 +7,10 @@ def weight_stashing(stage: int, num_stages: int, num_microbatches: int) -> Stage
     """1F1B without flushes; stage ``s`` runs microbatch ``i`` on version ``max(i - (p-1-s), 0)``
     and keeps up to ``p - s`` versions. Gradients are not averaged over the batch.
 
-    Two stages, the start of the stream::
+    Two stages, the start of two batches of m = 2::
 
-        stage 0 | F0@0  F1@0  B0@0  U0@1  F2@1  B1@0  U1@2  F3@2 ...
-        stage 1 |  .    F0@0  B0@0  U0@1  F1@1  B1@1  U1@2  F2@2 ...
+        stage 0 | F0@0  F1@0      .      B0@0 U0@1  F2@1       B1@0 U1@2  F3@2       ...
+        stage 1 |  .    F0@0  B0@0 U0@1  F1@1       B1@1 U1@2  F2@2       B2@2 U2@3  ...
     """
     return StageRule(
         max_in_flight=num_stages - stage,
