@@ -1,0 +1,1 @@
+"""Choosing how a model is spread over devices. No torch."""

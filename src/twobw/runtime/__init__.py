@@ -1,0 +1,1 @@
+"""What runs a schedule: stages, versioned weights, transports, the executor, `Pipeline`."""

@@ -1,0 +1,81 @@
+"""Randomness belongs to the data, not to the rank.
+
+Before each layer's forward the default generator is set from (seed, batch, microbatch, layer), so
+that dropout does not depend on split, depth, schedule or rank, and no generator state is saved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed from several integers (splitmix64, Steele et al., 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_layer(seed: int, batch: int, microbatch: int, layer: int) -> None:
+    """Set the default generators for one layer's forward of one microbatch.
+
+    Args:
+        seed: of the run.
+        batch: 0-based.
+        microbatch: place in the global batch, 0-based.
+        layer: place in the unsplit model, 0-based.
+    """
+    torch.default_generator.manual_seed(mix(seed, batch, microbatch, layer))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mix(seed, batch, microbatch, layer))
+
+
+def build_layer(seed: int, layer: int, build: Callable[[], Result]) -> Result:
+    """Call ``build`` with the generator set from (seed, layer); the caller's stream goes on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(mix(seed, layer))
+        return build()
+
+
+class LayerRunner:
+    """Runs layers with their generator set.
+
+    Stages that are threads share the default generator: there, a lock covers the layers that
+    draw. Which ones draw is seen at a layer's first forward in each mode, made under the lock.
+    """
+
+    def __init__(self, seed: int, lock: threading.Lock | None) -> None:
+        self._seed = seed
+        self._lock = lock
+        self._draws: dict[tuple[int, bool], bool] = {}
+
+    def run(
+        self, layer: nn.Module, index: int, batch: int, microbatch: int, value: object
+    ) -> object:
+        """``layer(value)`` as layer ``index`` of the model."""
+        if self._lock is None:
+            seed_layer(self._seed, batch, microbatch, index)
+            return layer(value)
+        mode = (index, layer.training)
+        if self._draws.get(mode) is False:
+            return layer(value)
+        with self._lock, torch.random.fork_rng(devices=[]):
+            seed_layer(self._seed, batch, microbatch, index)
+            before = torch.random.get_rng_state()
+            output = layer(value)
+            if mode not in self._draws:
+                self._draws[mode] = not torch.equal(before, torch.random.get_rng_state())
+            return output

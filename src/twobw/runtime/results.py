@@ -1,0 +1,66 @@
+"""What `Pipeline.train_step` gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from twobw.runtime.batch import Batch
+from twobw.runtime.transport import Note
+
+
+@dataclass(frozen=True, slots=True)
+class StageMetrics:
+    """What one stage did during one `train_step`.
+
+    Attributes:
+        busy_fraction: share of the time since the previous step ended spent in forward, backward
+            and update.
+        num_versions: weight versions held.
+        peak_bytes: the most memory its process ever had resident.
+    """
+
+    busy_fraction: float
+    num_versions: int
+    peak_bytes: int
+
+
+class Loss:
+    """A batch's loss; ``float(loss)`` waits until it has arrived."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __float__(self) -> float:
+        return self._batch.loss()
+
+    def __repr__(self) -> str:
+        return f"Loss({float(self)})"
+
+
+class StepResult:
+    """What `Pipeline.train_step` gives back.
+
+    Attributes:
+        batch: number of the batch, 0-based.
+        loss: handle of the mean loss over the batch.
+        is_last: whether a stop was requested: all ranks leave their loops after this batch.
+    """
+
+    def __init__(self, batch: Batch, metrics: list[list[float] | Note] | None) -> None:
+        self.batch = batch.header.batch
+        self.loss = Loss(batch)
+        self.is_last = batch.header.is_last
+        self._metrics = metrics
+
+    def stage_metrics(self) -> list[StageMetrics] | None:
+        """One a stage, on rank 0; waits until they have arrived. ``None`` elsewhere."""
+        if self._metrics is None:
+            return None
+        numbers = [m if isinstance(m, list) else m.wait() for m in self._metrics]
+        self._metrics = list(numbers)
+        return [StageMetrics(busy, int(versions), int(peak)) for busy, versions, peak in numbers]
+
+    def settle(self) -> None:
+        """Wait for all that is on its way here."""
+        float(self.loss)
+        self.stage_metrics()
