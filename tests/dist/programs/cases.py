@@ -1,0 +1,107 @@
+"""What the process tests train: the same on gloo processes and on the plain references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+SEED = 7
+
+
+class Fork(nn.Module):
+    """Gives a tuple: a float, an integer, a boolean, an unused output, None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor):
+        return (
+            self.linear(x).t().contiguous().t(),
+            torch.arange(len(x)),
+            x > 0,
+            self.unused(x),
+            None,
+        )
+
+
+class Middle(nn.Module):
+    """Passes a tuple on, with one float changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, parts):
+        return self.norm(parts[0]), *parts[1:]
+
+
+class Join(nn.Module):
+    """Takes the tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, parts):
+        x, rows, mask, _, nothing = parts
+        assert nothing is None
+        return self.linear(x * mask + rows[:, None])
+
+
+def mixed_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [Fork(), Middle(), Join()]
+
+
+def plain_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [
+        nn.Conv1d(2, 4, 3, padding=1),
+        nn.BatchNorm1d(4),
+        nn.Sequential(nn.Dropout(0.2), nn.LayerNorm(6)),
+        nn.Conv1d(4, 3, 3),
+        nn.Sequential(nn.Flatten(), nn.Linear(12, 1)),
+    ]
+
+
+def batches(*shapes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(shape, generator=generator), torch.randn(shape[0], 1, generator=generator))
+        for shape in shapes
+    ]
+
+
+def adamw(named: list) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=0.01)
+
+
+@dataclass
+class Case:
+    schedule: str
+    num_microbatches: int
+    layers: Callable[[], list[nn.Module]]
+    shapes: list[tuple[int, ...]]
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
+    optimizer: Callable[[list], torch.optim.Optimizer] = adamw
+
+    def data(self) -> list[tuple[Tensor, Tensor]]:
+        return batches(*self.shapes)
+
+
+CHANGING = [(11, 2, 6), (11, 2, 6), (8, 2, 6), (11, 2, 6), (5, 2, 6), (12, 2, 6)]
+
+CASES = {
+    "2bw m=4": Case("2bw", 4, plain_layers, CHANGING),
+    "2bw m=2": Case("2bw", 2, plain_layers, CHANGING),
+    "1f1b m=4": Case("1f1b", 4, plain_layers, CHANGING),
+    "gpipe m=3": Case("gpipe", 3, plain_layers, CHANGING),
+    "no-pipeline m=1": Case("no-pipeline", 1, plain_layers, CHANGING),
+    "weight-stashing m=2": Case("weight-stashing", 2, plain_layers, CHANGING),
+    "tuples": Case("2bw", 2, mixed_layers, [(5, 4), (5, 4), (6, 4), (5, 4)]),
+}
