@@ -19,8 +19,8 @@ class Span:
     Attributes:
         op: what ran.
         rank: the rank that ran it.
-        lane: ``"compute"``, ``"send 1"`` (the link to rank 1), ``"recv 1"`` (waiting for rank 1)
-            or ``"reduce"``; spans of one lane of one rank do not overlap.
+        lane: ``"compute"``, or what it runs beside: in a simulation ``"send 1"`` (the link to
+            rank 1), ``"recv 1"`` (waiting for rank 1) and ``"reduce"``, whose spans do not overlap.
         start_ns: start, on a clock that all spans of a timeline share.
         end_ns: end, at least ``start_ns``.
     """

@@ -139,5 +139,6 @@ def _why_never(
         return "which comes nowhere"
     if peer == rank:
         return "which comes later on this rank"
-    _, op = lowered.programs[peer][stuck[peer]]
+    index, _ = lowered.programs[peer][stuck[peer]]
+    op = lowered.schedule.programs[peer][index]
     return f"but rank {peer} waits at {op} for ever"
