@@ -41,7 +41,14 @@ def run_schedule_command(
     """
     options = {"extra_in_flight": extra_in_flight} if extra_in_flight else {}
     if check_file is not None:
-        _refuse("--check", {"NAME": name, "--stages": num_stages, "--batches": num_batches})
+        csv = output_format if output_format == "csv" else None
+        sizes = {"--stages": num_stages, "--batches": num_batches}
+        _refuse("--check", {"NAME": name, **sizes, "--format": csv})
+        if (rule is None) != (num_microbatches is None):
+            raise ValueError(
+                f"--rule is {rule!r} and --microbatches is {num_microbatches}; --check takes both, "
+                "or neither for one flushed batch"
+            )
         text = check_file.read_text(encoding="utf-8")
         schedule = read_csv(text, name=rule, num_microbatches=num_microbatches, **options)
     else:
