@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from twobw import __version__
 from twobw.config import ConfigError, load_config
 
 app = App(
     name="twobw",
     help="Pipeline-parallel training of PyTorch models that never drains (PipeDream-2BW).",
-    version=lambda: version("twobw"),
+    version=__version__,
 )
 
 
@@ -45,6 +45,91 @@ def train(
     return launch(checked)
 
 
+@app.command
+def schedule(
+    name: str | None = None,
+    /,
+    *,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    batches: int | None = None,
+    format: Literal["grid", "csv"] = "grid",
+    check: Path | None = None,
+    rule: str | None = None,
+    extra_in_flight: int = 0,
+) -> int:
+    """Print a schedule, what each stage holds, and what the checker says of it.
+
+    Parameters
+    ----------
+    name
+        2bw, 1f1b, gpipe, weight-stashing or no-pipeline.
+    stages
+        Pipeline stages.
+    microbatches
+        Microbatches of a batch.
+    batches
+        Batches to show.
+    format
+        csv is the notation of torch.distributed.pipelining, a row a rank.
+    check
+        Check this CSV instead: as one flushed batch, unless a rule is given.
+    rule
+        The schedule whose versions and limits the CSV is checked by; needs --microbatches.
+    extra_in_flight
+        For 2bw: microbatches in flight beyond the usual, to hide slow links.
+    """
+    from twobw.reports.schedule_text import run_schedule_command
+
+    text, code = run_schedule_command(
+        name,
+        num_stages=stages,
+        num_microbatches=microbatches,
+        num_batches=batches,
+        output_format=format,
+        check_file=check,
+        rule=rule,
+        extra_in_flight=extra_in_flight,
+    )
+    sys.stdout.write(text + "\n")
+    return code
+
+
+@app.command
+def sample(
+    run: Path,
+    /,
+    *,
+    prompt: str = "",
+    tokens: int = 400,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Write text with the weights of a run.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    prompt
+        The text to go on from.
+    tokens
+        How many tokens (bytes) to write.
+    temperature
+        0 takes the likeliest token each time; higher is wilder.
+    top_k
+        Choose among this many of the likeliest tokens only.
+    seed
+        The same seed writes the same text.
+    """
+    from twobw.training.report import readable
+    from twobw.training.sampling import sample_run
+
+    text = sample_run(run, prompt.encode(), tokens, temperature=temperature, top_k=top_k, seed=seed)
+    sys.stdout.write(prompt + readable(text) + "\n")
+
+
 def parse_settings(tokens: Sequence[str]) -> dict[str, str]:
     """``--section.key value`` and ``--section.key=value`` by dotted name; the last one counts.
 
@@ -66,10 +151,13 @@ def parse_settings(tokens: Sequence[str]) -> dict[str, str]:
     return settings
 
 
-def main() -> None:
-    """The ``twobw`` command. What the user can put right is one message and exit code 2."""
+def main(tokens: Sequence[str] | None = None) -> None:
+    """The ``twobw`` command with these arguments, by default those of the process.
+
+    What the user can put right is one message and exit code 2.
+    """
     try:
-        app()
+        app(sys.argv[1:] if tokens is None else tokens)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"twobw: {error}\n")
         sys.exit(2)

@@ -73,8 +73,9 @@ def test_a_terminal_shows_the_last_batch() -> None:
     for batch in range(7):
         progress.update(row(batch))
     progress.close()
-    progress.close()
     shown = stream.getvalue()
+    progress.close()
+    assert stream.getvalue() == shown  # a second time does nothing
     assert "hello" in shown
     for part in ("batch 7/7", "loss 2.5000", "1,234 tokens/s", "4% 10%", "0:00 left"):
         assert part in shown

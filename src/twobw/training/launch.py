@@ -75,7 +75,7 @@ def launch(config: Config) -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ["OMP_NUM_THREADS"] = str(config.training.num_threads)
     # torch's agent reports each death at length; the ranks' logs and our last words say it all.
-    logging.getLogger("torch").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
     exits: list[Failure] = []
     with _signals_forwarded():
         try:

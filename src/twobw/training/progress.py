@@ -156,20 +156,18 @@ class LiveProgress:
         """Redraw, unless that was done a moment ago."""
         self._row = row
         if time.monotonic() - self._drawn >= _REFRESH_S:
-            self._draw()
+            self._draw(row)
 
     def close(self) -> None:
         """Draw the last batch and leave it there."""
-        if self._row is not None:
-            self._draw()
-        self._live.stop()
+        if self._row is not None and self._live.is_started:
+            self._draw(self._row)
+            self._live.stop()
 
-    def _draw(self) -> None:
-        if self._row is None:
-            return
+    def _draw(self, row: BatchRow) -> None:
         self._drawn = time.monotonic()
         self._live.start()
-        self._live.update(self._render(self._row), refresh=True)
+        self._live.update(self._render(row), refresh=True)
 
     def _render(self, row: BatchRow) -> Group:
         done = row.batch + 1

@@ -170,7 +170,15 @@ class RunReport:
         except ValueError as error:
             self._progress.note(f"no sample: {error}")
             return ""
-        return PROMPT + text.decode("utf-8", errors="replace")
+        return PROMPT + readable(text)
+
+
+def readable(text: bytes) -> str:
+    """Text that a model wrote, fit for a terminal: what is not UTF-8 or not printable is marked."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text.decode("utf-8", errors="replace")
+    )
 
 
 def describe(summary: Summary, folder: Path) -> str:

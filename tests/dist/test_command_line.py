@@ -1,0 +1,301 @@
+"""The ``train`` command with real ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from twobw.cli import main
+from twobw.config import read_resolved_config
+from twobw.models.gpt import gpt
+
+TIMEOUT_S = 90
+CONFIG = """
+[model]
+name = "gpt-tiny"
+[data]
+paths = ["text.txt"]
+[optimizer]
+lr = 1e-2
+[training]
+num_batches = 12
+global_batch_size = 8
+evaluation_batches = 2
+log_every = 5
+timeout_s = 60.0
+"""
+ENDLESS = ("--training.num_batches", "1000000", "--training.log_every", "1000000")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """A running ``python -m ...`` and what it prints."""
+
+    def __init__(self, folder: Path, *arguments: str, env: dict[str, str]) -> None:
+        self.folder = folder
+        self._out, self._err = folder / "out.txt", folder / "err.txt"
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                cwd=folder,
+                env=os.environ | env,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout: float = TIMEOUT_S) -> Ended:
+        code = self.process.wait(timeout)
+        return Ended(code, self._out.read_text(), self._err.read_text())
+
+    def wait_for_batches(self, count: int) -> None:
+        """Wait until the run has written metrics of ``count`` batches."""
+        metrics = self.folder / "runs/tiny/metrics.jsonl"
+
+        def has_them() -> bool:
+            assert self.process.poll() is None, self.wait()
+            return metrics.is_file() and len(metrics.read_text().splitlines()) >= count
+
+        wait_until(has_them)
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return {
+            int(entry.removeprefix("RANK=")): int(child)
+            for child in children
+            for entry in Path(f"/proc/{child}/environ").read_text().split("\0")
+            if entry.startswith("RANK=")
+        }
+
+
+@contextmanager
+def started(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Command]:
+    """A command in a folder with a config and a text; it has ended when this is left."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tiny.toml").write_text(CONFIG)
+    (folder / "text.txt").write_text("".join(f"{n} + {n} = {2 * n}\n" for n in range(1500)))
+    command = Command(folder, *arguments, env=env or {})
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()  # its ranks die with it
+            command.process.wait(10)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_run(run: Path, num_batches: int) -> None:
+    """All files of a run of two stages are there and agree with each other."""
+    rows = metrics_of(run)
+    assert [row["batch"] for row in rows] == list(range(num_batches))
+    assert [row["samples"] for row in rows] == [8 * (n + 1) for n in range(num_batches)]
+    for row in rows:
+        assert 0 < row["loss"] < 7
+        assert row["lr"] > 0
+        assert row["tokens_per_second"] > 0
+        assert len(row["stages"]) == 2
+        for stage in row["stages"]:
+            assert 0 <= stage["busy_fraction"] <= 1
+            assert stage["num_versions"] == 2
+            assert stage["peak_bytes"] > 10**7
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["num_batches"] == num_batches
+    assert summary["tokens"] == 8 * 32 * num_batches
+    assert summary["train_loss_end"] == rows[-1]["loss"]
+    assert summary["sample"].startswith("def ")
+    weights = load_file(run / "weights.safetensors")
+    expected = gpt(read_resolved_config(run / "config.toml").model.gpt()).state_dict()
+    assert {name: w.shape for name, w in weights.items()} == {
+        name: w.shape for name, w in expected.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    folder = tmp_path_factory.mktemp("whole")
+    with started(folder, "twobw", "train", "tiny.toml", "--optimizer.decay=constant") as command:
+        return folder / "runs/tiny", command.wait()
+
+
+def test_a_run_leaves_all_its_files(whole_run: tuple[Path, Ended]) -> None:
+    run, ended = whole_run
+    assert (ended.code, ended.err) == (0, "")
+    check_run(run, num_batches=12)
+    config = read_resolved_config(run / "config.toml")
+    assert (config.optimizer.decay, config.optimizer.lr) == ("constant", 0.01)
+    assert {row["lr"] for row in metrics_of(run)} == {0.01}
+    assert (run / "rank0.log").read_text() == (run / "rank1.log").read_text() == ""
+
+
+def test_a_run_learns_and_says_so(whole_run: tuple[Path, Ended]) -> None:
+    run, ended = whole_run
+    summary = json.loads((run / "summary.json").read_text())
+    start, end = summary["validation_loss_start"], summary["validation_loss_end"]
+    assert start == pytest.approx(5.55, abs=0.1)  # log(256) at random
+    assert end < start - 1
+    assert not summary["is_stopped_early"]
+    assert f"validation loss {start:.4f} at the start, {end:.4f} at the end" in ended.out
+    assert "stage 1: 2 layers, busy" in ended.out
+    assert "2 weight versions held" in ended.out
+    assert "a sample after 'def ':" in ended.out
+    assert "runs/tiny/timeline.json" in ended.out
+    shown = [line.split()[1] for line in ended.out.splitlines() if line.startswith("batch ")]
+    assert shown == ["1/12", "5/12", "10/12", "12/12"]
+
+
+def test_the_timeline_has_every_op_of_both_ranks(whole_run: tuple[Path, Ended]) -> None:
+    run, _ = whole_run
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == rank and e["tid"] == 0]
+        names = [e["name"].partition("@")[0] for e in sorted(spans, key=lambda e: e["ts"])]
+        assert sorted(n for n in names if n[0] == "F") == sorted(f"F{n}" for n in range(48))
+        assert [n for n in names if n[0] == "B"] == [f"B{n}" for n in range(48)]
+        assert [n for n in names if n[0] == "U"] == [f"U{4 * n + 3}" for n in range(12)]
+
+
+def test_the_weights_can_be_sampled(
+    whole_run: tuple[Path, Ended], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = whole_run
+    texts = []
+    for seed in ("1", "1", "2"):
+        with pytest.raises(SystemExit) as ended:
+            main(["sample", str(run), "--prompt", "7 + ", "--tokens", "20", "--seed", seed])
+        assert ended.value.code in (0, None)
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("7 + ")
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
+    with started(tmp_path, "twobw", "train", "tiny.toml", *ENDLESS) as command:
+        command.wait_for_batches(3)
+        command.process.send_signal(signal.SIGINT)
+        ended = command.wait()
+    run = tmp_path / "runs/tiny"
+    assert ended.code == 0
+    assert ended.err.splitlines() == [
+        "stopping after this batch; the weights will be saved. Again to end at once.",
+        "stopped as asked; the weights are in runs/tiny/weights.safetensors",
+    ]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["is_stopped_early"]
+    assert summary["num_batches"] >= 3
+    check_run(run, summary["num_batches"])
+
+
+@LINUX
+def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
+    with started(tmp_path, "twobw", "train", "tiny.toml", *ENDLESS) as command:
+        command.wait_for_batches(1)
+        ranks = command.ranks()
+        assert sorted(ranks) == [0, 1]
+        os.kill(ranks[0], signal.SIGSTOP)  # so that the first cannot be obeyed
+        command.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "stopping" in (tmp_path / "err.txt").read_text())
+        command.process.send_signal(signal.SIGINT)
+        ended = command.wait(timeout=10)
+    assert ended.code == 128 + signal.SIGINT
+    wait_until(lambda: not any(map(is_running, ranks.values())), timeout=5)
+    assert not (tmp_path / "runs/tiny/summary.json").exists()
+
+
+@LINUX
+def test_a_rank_that_is_killed_takes_the_run_down(tmp_path: Path) -> None:
+    with started(tmp_path, "twobw", "train", "tiny.toml", *ENDLESS) as command:
+        command.wait_for_batches(1)
+        ranks = command.ranks()
+        os.kill(ranks[1], signal.SIGKILL)
+        ended = command.wait(timeout=10)
+    assert ended.code == 1
+    log, last = ended.err.splitlines()
+    assert log == "the log of rank 1 is runs/tiny/rank1.log"
+    assert last.startswith("twobw: rank 1 (stage 1) failed: killed by SIGKILL")
+    assert not any(map(is_running, ranks.values()))
+
+
+# Loaded by every Python that has its folder on the path.
+FAILING_LAYER = """
+import os
+if os.environ.get("RANK") == "1":
+    from twobw.models.gpt import Head
+    forward, calls = Head.forward, iter(range(30))
+    def failing(self, hidden):
+        if next(calls, None) is None:
+            raise ValueError("this layer fails")
+        return forward(self, hidden)
+    Head.forward = failing
+"""
+
+
+def test_a_layer_that_raises_has_the_last_word(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAILING_LAYER)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with started(
+        tmp_path, "twobw", "train", "tiny.toml", *ENDLESS, env={"PYTHONPATH": path}
+    ) as command:
+        ended = command.wait()
+    assert ended.code == 1
+    last = ended.err.splitlines()[-1]
+    assert last.startswith("twobw: rank 1 (stage 1) failed: ")
+    assert "ValueError" in last
+    assert "this layer fails" in last
+    assert "Traceback" not in ended.out + ended.err
+    log = (tmp_path / "runs/tiny/rank1.log").read_text()
+    assert "Traceback" in log
+    assert "in failing" in log
+
+
+def test_a_run_under_torchrun_uses_its_ranks(tmp_path: Path) -> None:
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2"]
+    with started(tmp_path, *torchrun, "-m", "twobw", "train", "tiny.toml") as command:
+        ended = command.wait()
+    assert ended.code == 0
+    check_run(tmp_path / "runs/tiny", num_batches=12)
+    assert ended.out.count("batch 12/12") == 1
+
+
+def test_one_stage_trains_in_one_rank_and_warns(tmp_path: Path) -> None:
+    with started(tmp_path, "twobw", "train", "tiny.toml", "--parallel.pp", "1") as command:
+        ended = command.wait()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("warning: 2bw with one stage")
+    assert [len(row["stages"]) for row in metrics_of(tmp_path / "runs/tiny")] == [1] * 12

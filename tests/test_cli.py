@@ -1,0 +1,127 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from twobw import __version__
+from twobw.cli import main, parse_settings
+from twobw.config import ConfigError, load_config
+from twobw.training.worker import run_rank
+
+CONFIG = """
+[model]
+name = "gpt-tiny"
+[optimizer]
+lr = 1e-3
+[training]
+num_batches = 2
+global_batch_size = 8
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def test_settings_by_name_the_last_one_counts() -> None:
+    tokens = ["--parallel.split", "[5, 5]", "--training.seed=3", "--training.seed", "-4"]
+    assert parse_settings(tokens) == {"parallel.split": "[5, 5]", "training.seed": "-4"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["seed", "3"], "'seed' is not of the form --section.key value"),
+        (["--training.seed"], "--training.seed has no value"),
+        (["--training.seed", "--run.name", "x"], "--training.seed has no value"),
+    ],
+)
+def test_tokens_that_are_no_settings(tokens: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_settings(tokens)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "hint"),
+    [
+        ("--parallel.scedule", "1f1b", "parallel.schedule"),
+        ("--parallel.schedule", "1f1bb", "did you mean 1f1b"),
+        ("--parallel.pp", "9", "pp"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+    value: str,
+    hint: str,
+) -> None:
+    assert run("train", str(config), setting, value) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert hint in printed.err
+    assert "Traceback" not in printed.err
+    assert [path.name for path in config.parent.iterdir()] == [config.name]
+
+
+def test_a_config_that_is_not_there(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "tiny.tml") == 2
+    assert "did you mean tiny.toml" in capsys.readouterr().err
+
+
+def test_another_number_of_ranks_than_the_config_has(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 4.*--parallel.pp 4"):
+        run_rank(load_config(config))
+
+
+def test_a_folder_that_is_no_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sample", str(config.parent / "runs")) == 2
+    assert "is not a run" in capsys.readouterr().err
+
+
+def test_a_schedule_is_printed_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--stages", "2", "--microbatches", "2", "--batches", "1"]
+    assert run("schedule", "gpipe", *sizes, "--format", "csv") == 0
+    assert capsys.readouterr().out == "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
+    assert run("schedule", "gpipe", *sizes) == 0
+    assert "legal" in capsys.readouterr().out
+    assert run("schedule", "gpip", *sizes) == 2
+    assert "gpipe" in capsys.readouterr().err
+    path = tmp_path / "wrong.csv"
+    path.write_text("0F0,0B0\n1B0,1F0\n")
+    assert run("schedule", "--check", str(path)) == 1
+    assert "illegal" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = """
+import sys
+from twobw.cli import app
+app("schedule 2bw --stages 2 --microbatches 2 --batches 2", result_action="return_value")
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
