@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGINT
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from twobw import __version__
 from twobw.config import ConfigError, load_config
+from twobw.training.stopping import die_on
 
 app = App(
     name="twobw",
@@ -36,6 +38,7 @@ def train(
         The TOML file.
     """
     checked = load_config(config, parse_settings(settings))
+    die_on([SIGINT])  # some import inside torch swallows Python's KeyboardInterrupt
     from twobw.training.worker import has_outer_launcher, run_rank
 
     if has_outer_launcher():

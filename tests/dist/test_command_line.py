@@ -213,7 +213,7 @@ def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
     run = tmp_path / "runs/tiny"
     assert ended.code == 0
     assert ended.err.splitlines() == [
-        "stopping after this batch; the weights will be saved. Again to end at once.",
+        "stopping: a batch that has begun is finished and saved; Ctrl-C again ends at once",
         "stopped as asked; the weights are in runs/tiny/weights.safetensors",
     ]
     summary = json.loads((run / "summary.json").read_text())

@@ -1,52 +1,35 @@
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from twobw.training.stopping import StopRequest
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    code = f"import os, signal\nfrom twobw.training.stopping import *\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
-@pytest.fixture
-def stop() -> Iterator[StopRequest]:
-    before = signal.getsignal(signal.SIGUSR1)
-    request = StopRequest()
-    request.install([signal.SIGUSR1])
-    yield request
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_the_first_signal_is_passed_on(stop: StopRequest) -> None:
-    told: list[bool] = []
-    stop.attach(lambda: told.append(True))
-    assert told == []
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert told == [True]
-
-
-def test_a_signal_before_there_is_someone_to_tell_is_not_lost(stop: StopRequest) -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    told: list[bool] = []
-    stop.attach(lambda: told.append(True))
-    assert told == [True]
-
-
-def test_the_second_signal_ends_the_process() -> None:
-    code = """
-import os, signal
-from twobw.training.stopping import StopRequest
-stop = StopRequest()
-stop.install([signal.SIGINT])
+def test_the_first_signal_asks_the_second_ends() -> None:
+    ended = run("""
+stop_on([signal.SIGINT, signal.SIGTERM], lambda: print("asked", flush=True))
 os.kill(os.getpid(), signal.SIGINT)
-print("once", flush=True)
+print("going on", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("not reached", flush=True)
+""")
+    assert (ended.stdout, ended.stderr) == ("asked\ngoing on\n", "")
+    assert ended.returncode == 128 + signal.SIGTERM
+
+
+def test_before_training_a_signal_ends_the_process_at_once() -> None:
+    ended = run("""
+die_on([signal.SIGINT])
 os.kill(os.getpid(), signal.SIGINT)
-print("twice", flush=True)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (ended.stdout, ended.returncode) == ("once\n", 128 + signal.SIGINT)
+print("not reached", flush=True)
+""")
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", -signal.SIGINT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")

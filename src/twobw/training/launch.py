@@ -64,9 +64,9 @@ class RankLogs(LogsSpecs):
 def launch(config: Config) -> int:
     """Train with ``pp * dp`` ranks on this machine; return the exit code of the command.
 
-    The first Ctrl-C (or SIGTERM) lets the ranks finish the batch, drain and save; the second ends
-    all at once. When a rank dies the others are ended, and the last line on standard error names
-    the rank, its stage and the reason.
+    The first Ctrl-C (or SIGTERM) lets the ranks finish the batch, drain and save; before training
+    has begun it ends them, as a second does at any time. When a rank dies the others are ended,
+    and the last line on standard error names the rank, its stage and the reason.
     """
     folder = create_run_folder(Path(config.run.folder), config.run.name)
     with replacing(folder / CONFIG) as path:
@@ -76,16 +76,15 @@ def launch(config: Config) -> int:
     os.environ["OMP_NUM_THREADS"] = str(config.training.num_threads)
     # torch's agent reports each death at length; the ranks' logs and our last words say it all.
     logging.disable(logging.CRITICAL)
-    exits: list[Failure] = []
-    with _signals_forwarded():
-        try:
+    try:
+        with _signals_forwarded():
             _run_agent(config, folder)
-        except ChildFailedError as error:
-            exits = _exits(error, config)
-        except SignalException:
-            return _after_signal(config, folder)
-    if exits:
-        return _report_failure(config, folder, exits)
+    except ChildFailedError as error:
+        cause = _cause(config, folder, _exits(error, config))
+        assert cause is not None, "a rank that failed left a record or was seen to end"
+        return _report(cause, folder)
+    except SignalException:
+        return _after_signal(config, folder)
     return 0
 
 
@@ -127,7 +126,7 @@ def _signals_forwarded() -> Iterator[None]:
         if seen:
             _end_at_once(number)
         seen = True
-        _say("stopping after this batch; the weights will be saved. Again to end at once.")
+        _say("stopping: a batch that has begun is finished and saved; Ctrl-C again ends at once")
         raise SignalException(signal.Signals(number).name, signal.SIGINT)
 
     before = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -166,18 +165,23 @@ def _after_signal(config: Config, folder: Path) -> int:
     if (folder / SUMMARY).is_file():
         _say(f"stopped as asked; the weights are in {folder / WEIGHTS}")
         return 0
-    return _report_failure(config, folder, [])
+    cause = _cause(config, folder, [])
+    if cause is not None and not cause.lost_peer:
+        return _report(cause, folder)
+    _say("stopped before training had begun; nothing was saved")
+    return 128 + signal.SIGINT
 
 
-def _report_failure(config: Config, folder: Path, exits: list[Failure]) -> int:
-    """Print the last words; return the exit code."""
+def _cause(config: Config, folder: Path, exits: list[Failure]) -> Failure | None:
+    """The first cause in the ranks' records and in what the agent saw of the others."""
     records = read_failures(folder, config.parallel.pp * config.parallel.dp)
-    reported = {record.rank for record in records}
-    cause = first_cause(records, [failure for failure in exits if failure.rank not in reported])
-    if cause is None:
-        _say(f"stopped before anything was saved; the logs are in {folder}")
-    else:
-        _say(last_words(cause, log_path(folder, cause.rank)))
+    recorded = {record.rank for record in records}
+    return first_cause(records, [failure for failure in exits if failure.rank not in recorded])
+
+
+def _report(cause: Failure, folder: Path) -> int:
+    """Print the last words; return the exit code."""
+    _say(last_words(cause, log_path(folder, cause.rank)))
     return 1
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 
 from torch import Tensor, distributed
 
@@ -18,7 +19,7 @@ from twobw.runtime.results import StepResult
 from twobw.training.data import TextData
 from twobw.training.optimizer import make_lr_scheduler, make_optimizer
 from twobw.training.report import Outcome, RunReport, open_report
-from twobw.training.stopping import StopRequest
+from twobw.training.stopping import stop_on
 
 # A result is read this many batches later, when that no longer waits for the last stage.
 _LOG_LAG = 2
@@ -32,11 +33,11 @@ class Step:
     seconds: float
 
 
-def train(config: Config, folder: Path, stop: StopRequest) -> None:
+def train(config: Config, folder: Path, stop_signals: Sequence[Signals]) -> None:
     """Train as the config says and leave the results in ``folder``; every rank calls this.
 
     The process group must be there. Rank 0 shows how the run goes on standard output, and writes
-    the results.
+    the results. The first of ``stop_signals`` makes the next batch the last one.
     """
     data = TextData(
         config.data.paths,
@@ -49,7 +50,7 @@ def train(config: Config, folder: Path, stop: StopRequest) -> None:
         open_report(config, folder) if is_reporter else nullcontext() as report,
         make_pipeline(config) as pipeline,
     ):
-        stop.attach(pipeline.request_stop)
+        stop_on(stop_signals, pipeline.request_stop)
         _run(config, data, pipeline, report)
 
 

@@ -12,33 +12,26 @@ from types import FrameType
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class StopRequest:
-    """Turns the first signal into a wish to stop after the next batch; the second ends the process.
+def die_on(signals: Iterable[signal.Signals]) -> None:
+    """Let these signals end the process at once, whatever it is doing: until there is something
+    to save, and even where a wait inside C code would keep a handler from running."""
+    for number in signals:
+        signal.signal(number, signal.SIG_DFL)
 
-    The wish may come before there is a pipeline to tell: it is passed on when ``attach`` is called.
-    """
 
-    def __init__(self) -> None:
-        self.requested = False
-        self._tell: Callable[[], None] | None = None
+def stop_on(signals: Iterable[signal.Signals], request_stop: Callable[[], None]) -> None:
+    """Let the first of these signals call ``request_stop``, and a second end the process."""
+    is_requested = False
 
-    def install(self, signals: Iterable[signal.Signals]) -> None:
-        """Handle these signals from now on (main thread only)."""
-        for number in signals:
-            signal.signal(number, self._handle)
-
-    def attach(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` at the first signal, or now where it has come already."""
-        self._tell = tell
-        if self.requested:
-            tell()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_requested
+        if is_requested:
             os._exit(128 + number)
-        self.requested = True
-        if self._tell is not None:
-            self._tell()
+        is_requested = True
+        request_stop()
+
+    for number in signals:
+        signal.signal(number, handle)
 
 
 def die_with_parent(parent: int) -> None:

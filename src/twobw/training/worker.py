@@ -14,7 +14,7 @@ from typing import NoReturn
 from twobw.config import Config, ConfigError, read_resolved_config, write_resolved_config
 from twobw.training.failures import last_words, record_failure, stage_of
 from twobw.training.run_folder import CONFIG, create_run_folder, log_path, replacing
-from twobw.training.stopping import StopRequest, die_with_parent
+from twobw.training.stopping import die_on, die_with_parent
 
 _OUTER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,13 +31,13 @@ def main() -> None:
     if rank > 0:
         os.dup2(2, 1)
     # The launcher passes a wish to stop as SIGINT. SIGTERM keeps its meaning, death at once:
-    # torch's agent sends it when another rank died, and a handler would wait for C code to return.
-    stop = StopRequest()
-    stop.install([signal.SIGINT])
+    # torch's agent sends it when another rank has died.
+    stop_signals = [signal.SIGINT]
+    die_on(stop_signals)
     config = read_resolved_config(folder / CONFIG)
     try:
         _init_process_group(config)
-        _train(config, folder, stop)
+        _train(config, folder, stop_signals)
     except Exception as error:
         traceback.print_exc()
         record_failure(folder, rank, stage_of(rank, config.parallel.pp), error)
@@ -62,13 +62,13 @@ def run_rank(config: Config) -> int:
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-    stop = StopRequest()
-    stop.install([signal.SIGINT, signal.SIGTERM])
+    stop_signals = [signal.SIGINT, signal.SIGTERM]
+    die_on(stop_signals)
     folder: Path | None = None
     try:
         _init_process_group(config)
         folder = _agree_on_folder(config, rank)
-        _train(config, folder, stop)
+        _train(config, folder, stop_signals)
     except Exception as error:
         _report(folder, rank, stage_of(rank, pp), error)
         _exit_at_once()
@@ -103,12 +103,12 @@ def _agree_on_folder(config: Config, rank: int) -> Path:
     return folder
 
 
-def _train(config: Config, folder: Path, stop: StopRequest) -> None:
+def _train(config: Config, folder: Path, stop_signals: list[signal.Signals]) -> None:
     from torch import distributed
 
     from twobw.training.loop import train
 
-    train(config, folder, stop)
+    train(config, folder, stop_signals)
     distributed.destroy_process_group()
 
 
