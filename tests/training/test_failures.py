@@ -55,6 +55,9 @@ def test_a_lost_peer_is_seen_through_the_error_that_wraps_it() -> None:
 
 
 def test_reasons() -> None:
+    error = ValueError("wrong")
+    error.add_note("on stage 1, in FORWARD of microbatch 22")
+    assert describe(error) == "ValueError: wrong; on stage 1, in FORWARD of microbatch 22"
     assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert describe_exit(3) == "ended with exit code 3"
     assert describe_exit(-signal.SIGSEGV) == "killed by SIGSEGV"

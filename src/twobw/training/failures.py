@@ -50,10 +50,11 @@ def stage_of(rank: int, pp: int) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The error as one text: its type, unless that says nothing, and its message."""
+    """The error as one text: its type, its message, and the notes that say where it was."""
     message = str(error).strip()
     name = type(error).__name__
-    return f"{name}: {message}" if message else name
+    notes = getattr(error, "__notes__", [])
+    return "; ".join([f"{name}: {message}" if message else name, *notes])
 
 
 def is_lost_peer(error: BaseException) -> bool:

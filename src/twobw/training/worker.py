@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +17,7 @@ from twobw.training.failures import last_words, record_failure, stage_of
 from twobw.training.run_folder import CONFIG, create_run_folder, log_path, replacing
 from twobw.training.stopping import die_on, die_with_parent
 
+_AFTER_THE_CAUSE_S = 2.0
 _OUTER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -123,8 +125,11 @@ def _report(folder: Path | None, rank: int, stage: int, error: Exception) -> Non
     with log.open("a", encoding="utf-8") as stream:
         traceback.print_exc(file=stream)
     failure = record_failure(folder, rank, stage, error)
-    if failure.lost_peer:  # the rank that it lost has the last word
+    if failure.lost_peer:
         sys.stderr.write(f"rank {rank} (stage {stage}) has lost another rank; see {log}\n")
+        # The launcher takes the first to end for the cause, so let that be the other rank.
+        die_on([signal.SIGINT, signal.SIGTERM])
+        time.sleep(_AFTER_THE_CAUSE_S)
     else:
         sys.stderr.write(last_words(failure, log) + "\n")
         get_error_handler().record_exception(error)  # for the report of torch's launcher
