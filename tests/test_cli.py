@@ -112,6 +112,11 @@ def test_a_schedule_is_printed_or_refused(
     assert "illegal" in capsys.readouterr().out
 
 
+def test_help_names_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", "--help") == 0
+    assert "parallel.schedule" in capsys.readouterr().out
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert capsys.readouterr().out.strip() == __version__

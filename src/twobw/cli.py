@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from twobw import __version__
-from twobw.config import ConfigError, load_config
+from twobw.config import SETTINGS, ConfigError, load_config
 from twobw.training.stopping import die_on
 
 app = App(
@@ -20,8 +20,10 @@ app = App(
     version=__version__,
 )
 
+_SETTINGS = "Settings: " + ", ".join(SETTINGS)
 
-@app.command
+
+@app.command(help_epilogue=_SETTINGS)
 def train(
     config: Path,
     /,

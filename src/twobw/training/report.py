@@ -101,7 +101,7 @@ class RunReport:
             f"{len(data.validation):,} to validate"
         )
         if loss_start is not None:
-            self._progress.note(f"validation loss {loss_start:.4f} nats a token")
+            self._progress.note(f"validation loss {loss_start:.4f} nats a byte")
 
     def add(self, result: StepResult, seconds: float) -> None:
         """Take in one batch, which took ``seconds``; waits until its figures have arrived."""
@@ -190,7 +190,7 @@ def describe(summary: Summary, folder: Path) -> str:
     if summary.validation_loss_start is not None and summary.validation_loss_end is not None:
         lines.append(
             f"validation loss {summary.validation_loss_start:.4f} at the start, "
-            f"{summary.validation_loss_end:.4f} at the end, in nats a token"
+            f"{summary.validation_loss_end:.4f} at the end, in nats a byte"
         )
     lines += [
         f"stage {index}: {stage.num_layers} layers, busy {stage.busy_fraction:.1%}, "
