@@ -30,7 +30,7 @@ class BatchRow:
 
     Attributes:
         batch: 0-based.
-        loss: training loss, mean over the batch (nats a token); null if it is not finite.
+        loss: training loss, mean over the batch (nats a byte); null if it is not finite.
         lr: the learning rate that this batch's update uses.
         tokens_per_second: of this batch, by stage 0's clock, all replicas together.
         samples: trained on since the start of the run, this batch included.
@@ -93,7 +93,7 @@ class Summary:
         samples: samples trained on.
         tokens: tokens trained on.
         is_stopped_early: whether it was asked to stop before the last batch of the config.
-        validation_loss_start: nats a token before training; None where none was asked for.
+        validation_loss_start: nats a byte before training; None where none was asked for.
         validation_loss_end: the same after it.
         train_loss_end: training loss of the last batch. Losses that are not finite are None.
         tokens_per_second: all tokens over the time from the first batch's start to the drain's end.
