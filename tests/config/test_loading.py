@@ -17,6 +17,8 @@ from twobw.config import (
 from twobw.core.generators import SCHEDULES
 from twobw.models.sizes import GPT_SIZES
 
+CONFIGS = sorted(Path(__file__).parents[2].glob("configs/*.toml"))
+
 BASE: dict[str, dict[str, object]] = {
     "model": {"name": "gpt-tiny"},
     "optimizer": {"lr": 0.01},
@@ -329,6 +331,15 @@ def test_a_damaged_resolved_config_is_refused(tmp_path: Path) -> None:
     path.write_text("[model]\nname = 'gpt-tiny'\n")
     with pytest.raises(ConfigError, match="lr is missing"):
         read_resolved_config(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configs_that_come_with_the_repository_load(path: Path) -> None:
+    assert load_config(path).run.name == path.stem
+
+
+def test_the_demo_is_among_them() -> None:
+    assert "demo" in [path.stem for path in CONFIGS]
 
 
 def test_a_config_is_frozen(tmp_path: Path) -> None:
