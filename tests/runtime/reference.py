@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,78 +21,84 @@ def run_model(model: nn.Sequential, x: Tensor, *, seed: int, batch: int, microba
     return x
 
 
-def batch_gradients(
-    model: nn.Sequential,
-    loss_fn: Callable,
-    batch: int,
-    data: tuple[Tensor, Tensor],
-    m: int,
-    seed: int,
-) -> tuple[list[Tensor | None], float]:
-    """Gradient of the mean loss over a batch, microbatches added in ascending order."""
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        parameter.grad = None
-    inputs, targets = data
-    pieces = zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True)
-    total = 0.0
-    for microbatch, (x, y) in enumerate(pieces):
-        output = run_model(model, x, seed=seed, batch=batch, microbatch=microbatch)
-        loss = loss_fn(output, y)
-        share = len(x) / len(inputs)
-        total += loss.item() * share
-        (loss * share).backward()
-    return [parameter.grad for parameter in parameters], total
-
-
-def train_plain(
+def train(
     model: nn.Sequential,
     loss_fn: Callable,
     make_optimizer: Callable,
     data: Batches,
     m: int,
     seed: int = 0,
+    *,
+    delay: int,
+    max_grad_norm: float | None = None,
+    dtype: torch.dtype | None = None,
+    norms: list[float] | None = None,
 ) -> list[float]:
-    """W(k+1) = W(k) - step(gradient at W(k)). Trains ``model``; returns the losses."""
-    optimizer = make_optimizer(list(model.named_parameters()))
-    losses = []
-    for batch, pair in enumerate(data):
-        _, loss = batch_gradients(model, loss_fn, batch, pair, m, seed)
-        optimizer.step()
-        losses.append(loss)
-    return losses
+    """W(k+1) = W(k) - step(gradient of batch k at W(max(k - delay, 0))).
 
-
-def train_delayed(
-    model: nn.Sequential,
-    loss_fn: Callable,
-    make_optimizer: Callable,
-    data: Batches,
-    m: int,
-    seed: int = 0,
-) -> list[float]:
-    """The rule of 2BW: W(k+1) = W(k) - step(gradient of batch k at W(max(k - 1, 0))).
-
-    ``model`` holds the newest weights; ``older`` the weights of the version before.
+    ``delay = 0`` is plain training, ``delay = 1`` the rule of 2BW. ``model`` holds the newest
+    weights; every version is kept beside it, and one copy of the model runs them all, so that
+    buffers are shared. With ``dtype``, that copy computes in it, and gradients are added in fp32;
+    fp16 scales the loss: by 65536, halved for batch k + 2 if batch k overflows, whose update is
+    left out. Returns the losses; the gradient norms go to ``norms``.
     """
     optimizer = make_optimizer(list(model.named_parameters()))
-    older = copy.deepcopy(model)
+    runner = copy.deepcopy(model)
+    if dtype is not None:
+        runner.to(dtype)
+    versions = [[p.detach().clone() for p in model.parameters()]]
+    scales = [65536.0] * (2 + len(data)) if dtype == torch.float16 else [1.0] * (2 + len(data))
     losses = []
-    for batch, pair in enumerate(data):
-        gradients, loss = batch_gradients(older, loss_fn, batch, pair, m, seed)
-        if batch > 0:
-            # the next batch runs on what are now the newest weights; buffers are those of the
-            # model that ran, since versions share them
-            with torch.no_grad():
-                for old, new in zip(older.parameters(), model.parameters(), strict=True):
-                    old.copy_(new)
+    for k, (inputs, targets) in enumerate(data):
+        with torch.no_grad():
+            for parameter, value in zip(
+                runner.parameters(), versions[max(k - delay, 0)], strict=True
+            ):
+                parameter.copy_(value)
+        gradients: list[Tensor | None] = [None for _ in runner.parameters()]
+        total = 0.0
+        pieces = zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True)
+        for microbatch, (x, y) in enumerate(pieces):
+            x = x if dtype is None else x.to(dtype)
+            output = run_model(runner, x, seed=seed, batch=k, microbatch=microbatch)
+            loss = loss_fn(output if dtype is None else output.float(), y)
+            share = len(x) / len(inputs)
+            total += loss.item() * share
+            (loss * share * scales[k]).backward()
+            for i, parameter in enumerate(runner.parameters()):
+                if parameter.grad is not None:
+                    new = parameter.grad.to(model_dtype(model))
+                    gradients[i] = new if gradients[i] is None else gradients[i] + new
+                    parameter.grad = None
+        losses.append(total)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-        optimizer.step()
-        losses.append(loss)
+            parameter.grad = None if gradient is None else gradient / scales[k]
+        if all(g is None or g.isfinite().all() for g in gradients):
+            if max_grad_norm is not None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                if norms is not None:
+                    norms.append(norm.item())
+            optimizer.step()
+        else:
+            scales[k + 2 :] = [scales[k + 1] / 2] * len(scales[k + 2 :])
+        versions.append([p.detach().clone() for p in model.parameters()])
     for name, buffer in model.named_buffers():
-        buffer.copy_(older.get_buffer(name))
+        buffer.copy_(runner.get_buffer(name))
     return losses
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def train_plain(*arguments: Any, **options: Any) -> list[float]:
+    """`train` without delay."""
+    return train(*arguments, **options, delay=0)
+
+
+def train_delayed(*arguments: Any, **options: Any) -> list[float]:
+    """`train` by the rule of 2BW."""
+    return train(*arguments, **options, delay=1)
 
 
 def train_stashed(

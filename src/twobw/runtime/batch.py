@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 
+import torch
 from torch import Tensor
 
+from twobw.runtime.collectives import Collective
 from twobw.runtime.messages import Value, map_value
 from twobw.runtime.transport import Note
 
@@ -52,8 +55,9 @@ class Batch:
         num_microbatches: how many it is cut into.
         inputs: on the first stage, with the batch first.
         targets: likewise on the last stage.
-        note: where the loss and the divisor of the gradients arrive from the last stage; on the
-            last stage itself `end_forwards` makes it.
+        has_loss: whether this rank computes the loss.
+        note: where what `sum_up` gives on the last stage arrives; the last stage sets it when
+            its last forward is over.
     """
 
     def __init__(
@@ -63,15 +67,18 @@ class Batch:
         *,
         inputs: Value | None = None,
         targets: Value | None = None,
+        has_loss: bool = True,
         note: Note | None = None,
-        push: Callable[[list[float]], None] | None = None,
     ) -> None:
         self.header = header
         self.sizes = split_sizes(header.num_samples, num_microbatches)
         self.inputs = None if inputs is None else split(inputs, self.sizes)
         self.targets = None if targets is None else split(targets, self.sizes)
-        self._note = note
-        self._push = push
+        self.has_loss = has_loss
+        self.outputs: list[Value] = []
+        self.note = note
+        self.grad_norm: float | None = None
+        self._lock = Lock()
         self._loss: Tensor | None = None
         self._weight: float | None = None
         self._numbers: list[float] | None = None
@@ -94,31 +101,40 @@ class Batch:
         self._weight = (self._weight or 0.0) + weight
         self._add(loss.double())
 
-    def end_forwards(self) -> None:
-        """All losses are in: make them known."""
+    def sum_up(self, replicas: Collective) -> list[float]:
+        """When all losses are in: the mean loss over all replicas' samples (or weights), and
+        what this replica's gradients must be divided by before they are summed."""
         assert self._loss is not None
-        total, divisor = self._loss.item(), 1.0 if self._weight is None else self._weight
-        self._numbers = [total / divisor if divisor else float("nan"), divisor]
-        if self._push is not None:
-            self._push(self._numbers)
+        loss, weight = self._loss, self._weight
+        if replicas.size == 1:
+            if weight is None:
+                return [loss.item(), 1.0]
+            return [loss.item() / weight if weight else float("nan"), weight]
+        samples = self.header.num_samples
+        own = [loss.item() * samples, samples] if weight is None else [loss.item(), weight]
+        totals = torch.tensor(own, dtype=torch.float64, device=loss.device)
+        replicas.all_reduce(totals)
+        total, total_weight = totals.tolist()
+        divisor = total_weight / samples if weight is None else total_weight
+        return [total / total_weight if total_weight else float("nan"), divisor]
 
     def loss(self) -> float:
-        """The mean over the batch, when it has arrived."""
+        """The mean over the global batch, when it has arrived."""
         return self._arrived()[0]
 
     def divisor(self) -> float:
-        """What the batch's gradients must be divided by: the sum of the microbatches' weights, or
-        1 where each was scaled by its share."""
+        """What the batch's gradients must be divided by, when it has arrived."""
         return self._arrived()[1]
 
     def _add(self, loss: Tensor) -> None:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def _arrived(self) -> list[float]:
-        if self._numbers is None:
-            assert self._note is not None, "only the last stage has none"
-            self._numbers = self._note.wait()
-        return self._numbers
+        with self._lock:  # the reduction's thread asks, too
+            if self._numbers is None:
+                assert self.note is not None, "set before the last forward ends"
+                self._numbers = self.note.wait()
+            return self._numbers
 
 
 def split_sizes(num_samples: int, num_microbatches: int) -> list[int]:
@@ -153,3 +169,14 @@ def split(value: Value, sizes: list[int]) -> list[Value]:
         map_value(lambda t, a=start, n=size: t.detach()[a : a + n], value)  # type: ignore[misc]
         for start, size in zip(starts, sizes, strict=True)
     ]
+
+
+def join(values: Sequence[Value]) -> Value:
+    """Microbatches' outputs as one batch."""
+    if isinstance(values[0], Tensor):
+        return torch.cat([value for value in values if isinstance(value, Tensor)])
+    columns = zip(*(value for value in values if isinstance(value, tuple)), strict=True)
+    return tuple(
+        None if column[0] is None else torch.cat([t for t in column if t is not None])
+        for column in columns
+    )

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -233,34 +232,6 @@ class DistributedTransport:
             f"no {channel.name.lower()} from or to stage {peer} (rank {self._ranks[peer]}), "
             f"limit {self._timeout:g} s: {str(error).splitlines()[0]}"
         )
-
-
-def connect(ranks: Sequence[int], stage: int, timeout: float) -> DistributedTransport:
-    """The transport of one stage over the default process group; called by all its ranks.
-
-    Args:
-        ranks: global rank of each stage.
-        stage: this rank's.
-        timeout: seconds that one wait may last.
-    """
-    if dist.get_backend() != "nccl":
-        return DistributedTransport(
-            ranks,
-            stage,
-            device=torch.device("cpu"),
-            groups={},
-            control_group=None,
-            timeout=timeout,
-        )
-    edges = [edge for pair in pairwise(range(len(ranks))) for edge in (pair, pair[::-1])]
-    return DistributedTransport(
-        ranks,
-        stage,
-        device=torch.device("cuda", torch.cuda.current_device()),
-        groups={(a, b): dist.new_group([ranks[a], ranks[b]]) for a, b in edges},
-        control_group=dist.new_group(backend="gloo"),
-        timeout=timeout,
-    )
 
 
 def _fitted(message: Message, layout: Layout) -> list[Tensor]:

@@ -4,66 +4,78 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from twobw.core.ops import Op, OpKind
 from twobw.runtime.batch import Batch
+from twobw.runtime.mesh import Mesh
 from twobw.runtime.messages import Message, Value
 from twobw.runtime.optimization import Optimization
+from twobw.runtime.precision import LossScaler, cast
 from twobw.runtime.recorder import Recorder
+from twobw.runtime.reduction import Gradients, Reduced, Reduction
 from twobw.runtime.stage import Stage
-from twobw.runtime.transport import Channel, Transport
+from twobw.runtime.transport import Channel, Known, Promised
 from twobw.runtime.weights import VersionedWeights
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 """``(output, target)`` -> mean over the microbatch, or ``(sum, weight)``."""
 
+Result = TypeVar("Result")
+
 
 class Executor:
-    """Carries out the ops of one stage.
+    """Carries out the ops of one rank.
 
     Args:
-        index: this stage's number; stages ``index - 1`` and ``index + 1`` are its peers.
-        num_stages: of the pipeline.
+        mesh: this rank's place; stages ``mesh.stage - 1`` and ``mesh.stage + 1`` are its peers.
         stage: the layers.
         weights: their versions.
+        reduction: what gradients go through before an update.
         optimization: what an update does.
+        scaler: the loss scale, in fp16.
         loss_function: used on the last stage.
-        transport: to the other stages.
         recorder: notes what ran when.
+
+    Attributes:
+        batches: those under way, by the number that ops have for them.
         microbatches_per_update: of the schedule.
     """
 
     def __init__(
         self,
-        index: int,
-        num_stages: int,
+        mesh: Mesh,
         *,
         stage: Stage,
         weights: VersionedWeights,
+        reduction: Reduction,
         optimization: Optimization,
+        scaler: LossScaler | None,
         loss_function: LossFunction,
-        transport: Transport,
         recorder: Recorder,
-        microbatches_per_update: int,
     ) -> None:
-        self.index = index
-        self.is_last_stage = index == num_stages - 1
-        self.microbatches_per_update = microbatches_per_update
         self.batches: dict[int, Batch] = {}
+        self.microbatches_per_update = 1
+        self._mesh = mesh
+        self._is_last_stage = mesh.stage == mesh.pp - 1
+        self._transport = mesh.transport
         self._stage = stage
         self._weights = weights
+        self._reduction = reduction
         self._optimization = optimization
+        self._scaler = scaler
         self._loss_function = loss_function
-        self._transport = transport
         self._recorder = recorder
         self._received: dict[tuple[Channel, int], Message] = {}
         self._to_send: dict[tuple[Channel, int], Message] = {}
         self._awaits_gradient: set[int] = set()
-        self._gradients: dict[int, list[Tensor | None]] = {}
+        self._gradients: dict[int, Gradients] = {}  # by the version that their update makes
+        self._reductions: dict[int, Future[Reduced]] = {}
         self._handlers: dict[OpKind, Callable[[Op], None]] = {
             OpKind.RECV_ACTIVATION: self._receive_activation,
             OpKind.FORWARD: self._forward,
@@ -71,60 +83,84 @@ class Executor:
             OpKind.RECV_GRADIENT: self._receive_gradient,
             OpKind.BACKWARD: self._backward,
             OpKind.SEND_GRADIENT: self._send_gradient,
+            OpKind.REDUCE: self._reduce,
             OpKind.UPDATE: self._update,
         }
 
     def run(self, ops: Iterable[Op]) -> None:
         """Carry out ``ops`` in order. An error keeps its type and says where it happened."""
-        clock = time.monotonic_ns
         for op in ops:
-            start_ns = clock()
             try:
-                self._handlers[op.kind](op)
+                if op.kind is OpKind.UPDATE:
+                    self._reductions[op.version].result()  # a wait, which is no busy time
+                if op.kind is OpKind.REDUCE:
+                    self._reduce(op)  # records itself, from when it runs
+                else:
+                    self._timed(op, partial(self._handlers[op.kind], op))
             except Exception as error:
                 error.add_note(
-                    f"on stage {self.index}, in {op.kind.name} of microbatch {op.microbatch} "
-                    f"(batch {op.batch}, weight version {op.version}); "
+                    f"on stage {self._mesh.stage}, in {op.kind.name} of microbatch "
+                    f"{op.microbatch} (batch {op.batch}, weight version {op.version}); "
                     f"the last op that ended here: {self._recorder.last_op or 'none'}"
                 )
                 raise
-            self._recorder.record(op, start_ns, clock())
 
     def _receive_activation(self, op: Op) -> None:
-        message = self._transport.receive(self.index - 1, Channel.ACTIVATION)
+        message = self._transport.receive(self._mesh.stage - 1, Channel.ACTIVATION)
         self._received[Channel.ACTIVATION, op.microbatch] = message
 
     def _forward(self, op: Op) -> None:
         batch = self.batches[op.batch]
         place = op.microbatch % len(batch.sizes)
-        value: Value | Message
-        if batch.inputs is not None:
-            value = batch.inputs[place]
-        else:
-            value = self._received.pop((Channel.ACTIVATION, op.microbatch))
         self._weights.install(op.version)
         output = self._stage.forward(
             op.microbatch,
             batch=batch.header.batch,
-            place=place,
-            value=value,
-            then=(lambda output: self._loss(batch, place, output)) if self.is_last_stage else None,
+            place=self._mesh.replica * len(batch.sizes) + place,
+            value=self._input(batch, op.microbatch, place),
+            then=(lambda output: self._loss(batch, place, output)) if batch.has_loss else None,
         )
-        if self.is_last_stage:
-            if place == len(batch.sizes) - 1:
-                batch.end_forwards()
+        if self._is_last_stage:
+            if not batch.has_loss:
+                assert not isinstance(output, Message), "without gradients nothing is run again"
+                batch.outputs.append(output)
+            elif place == len(batch.sizes) - 1:
+                self._end_forwards(batch)
             return
-        message = Message.of(output)
+        message = output if isinstance(output, Message) else Message.of(output)
         self._to_send[Channel.ACTIVATION, op.microbatch] = message
-        if message.wants_gradient:
+        if message.wanting:
             self._awaits_gradient.add(op.microbatch)
-            self._transport.expect(self.index + 1, Channel.GRADIENT, batch.key(place))
+            self._transport.expect(self._mesh.stage + 1, Channel.GRADIENT, batch.key(place))
+
+    def _input(self, batch: Batch, microbatch: int, place: int) -> Value | Message:
+        if batch.inputs is None:
+            return self._received.pop((Channel.ACTIVATION, microbatch))
+        value = batch.inputs[place]
+        return cast(value, self._weights.dtype) if self._weights.is_mixed else value
+
+    def _end_forwards(self, batch: Batch) -> None:
+        """On the last stage: let all stages know the loss, which all replicas have part in."""
+        replicas = self._reduction.replicas
+
+        def sum_up() -> list[float]:
+            numbers = batch.sum_up(replicas)
+            for stage in range(self._mesh.stage):
+                self._transport.push(stage, Channel.LOSS, numbers)
+            return numbers
+
+        if replicas.size == 1:
+            batch.note = Known(sum_up())
+        else:
+            batch.note = Promised(self._reduction.submit(sum_up))
 
     def _loss(self, batch: Batch, place: int, output: Value) -> Tensor:
         """The loss of one microbatch as its backward starts from it: scaled by its share of what
         the update takes. Sums are left as they are, since their weight is known only when the
         batch's last forward is over: the update divides by it."""
         assert batch.targets is not None, "the last stage has targets"
+        if self._weights.is_mixed:
+            output = cast(output, torch.float32)
         result = self._loss_function(output, batch.targets[place])
         loss, weight = result if isinstance(result, tuple) else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -135,47 +171,74 @@ class Executor:
             )
         if weight is not None:
             batch.add_sum(loss.detach(), float(weight))
-            return loss / weight if self.microbatches_per_update == 1 else loss
-        batch.add_mean(loss.detach(), place)
-        return loss if self.microbatches_per_update == 1 else loss * batch.share(place)
+            loss = loss / weight if self.microbatches_per_update == 1 else loss
+        else:
+            batch.add_mean(loss.detach(), place)
+            loss = loss if self.microbatches_per_update == 1 else loss * batch.share(place)
+        return loss if self._scaler is None else loss * self._scaler.scale(batch.header.batch)
 
     def _send_activation(self, op: Op) -> None:
-        self._send(op, self.index + 1, Channel.ACTIVATION)
+        self._send(op, self._mesh.stage + 1, Channel.ACTIVATION)
 
     def _receive_gradient(self, op: Op) -> None:
         if op.microbatch in self._awaits_gradient:
-            message = self._transport.receive(self.index + 1, Channel.GRADIENT)
+            message = self._transport.receive(self._mesh.stage + 1, Channel.GRADIENT)
             self._received[Channel.GRADIENT, op.microbatch] = message
 
     def _backward(self, op: Op) -> None:
-        group = op.microbatch // self.microbatches_per_update
-        if group not in self._gradients:
-            self._gradients[group] = [None] * len(self._weights.names)
-        gradients: tuple[Tensor | None, ...] | None = None if self.is_last_stage else ()
+        made = op.microbatch // self.microbatches_per_update + 1
+        if made not in self._gradients:
+            self._gradients[made] = [None] * len(self._weights.names)
+        gradients: tuple[Tensor | None, ...] | None = None if self._is_last_stage else ()
         if op.microbatch in self._awaits_gradient:
             self._awaits_gradient.remove(op.microbatch)
             gradients = self._received.pop((Channel.GRADIENT, op.microbatch)).tensors
-        with self._weights.accumulate(op.version, self._gradients[group]):
+        with self._weights.accumulate(op.version, self._gradients[made]):
             input_gradients = self._stage.backward(op.microbatch, gradients)
         if input_gradients:
             self._to_send[Channel.GRADIENT, op.microbatch] = Message.of(input_gradients)
 
     def _send_gradient(self, op: Op) -> None:
         if (Channel.GRADIENT, op.microbatch) in self._to_send:
-            self._send(op, self.index - 1, Channel.GRADIENT)
+            self._send(op, self._mesh.stage - 1, Channel.GRADIENT)
 
     def _send(self, op: Op, peer: int, channel: Channel) -> None:
         batch = self.batches[op.batch]
         key = batch.key(op.microbatch % len(batch.sizes))
         self._transport.send(peer, channel, key, self._to_send.pop((channel, op.microbatch)))
 
+    def _reduce(self, op: Op) -> None:
+        batch = self.batches[op.batch]
+        gradients = self._gradients.pop(op.version)
+        self._reductions[op.version] = self._reduction.submit(
+            lambda: self._timed(op, partial(self._reduced, op, batch, gradients))
+        )
+
+    def _reduced(self, op: Op, batch: Batch, gradients: Gradients) -> Reduced:
+        if self.microbatches_per_update == 1:
+            divisor = self._reduction.divisor(batch.sizes[op.microbatch % len(batch.sizes)])
+        else:
+            divisor = batch.divisor()
+        if self._scaler is not None:
+            divisor *= self._scaler.scale(batch.header.batch)
+        return self._reduction.reduce(gradients, divisor)
+
     def _update(self, op: Op) -> None:
         batch = self.batches[op.batch]
-        gradients = self._gradients.pop(op.microbatch // self.microbatches_per_update)
-        divisor = 1.0 if self.microbatches_per_update == 1 else batch.divisor()
-        if divisor != 1.0:
-            torch._foreach_div_([g for g in gradients if g is not None], divisor)
-        self._weights.update(gradients, self._optimization.step)
+        reduced = self._reductions.pop(op.version).result()
+        if reduced.has_overflowed:
+            self._weights.update([None] * len(reduced.gradients), lambda: None)
+        else:
+            self._weights.update(reduced.gradients, self._optimization.step)
+        batch.grad_norm = reduced.norm
         if (op.microbatch + 1) % len(batch.sizes) == 0:
+            if self._scaler is not None:
+                self._scaler.end_batch(has_overflowed=reduced.has_overflowed)
             self._optimization.end_batch()
             del self.batches[op.batch]
+
+    def _timed(self, op: Op, function: Callable[[], Result]) -> Result:
+        start_ns = time.monotonic_ns()
+        result = function()
+        self._recorder.record(op, start_ns, time.monotonic_ns())
+        return result

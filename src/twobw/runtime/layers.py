@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -52,22 +54,53 @@ def build_layers(layers: Sequence[Layer], first_layer: int, seed: int) -> list[n
     ]
 
 
-def check_no_ties(layers: Sequence[Layer], split: Sequence[int]) -> None:
-    """Refuse parameters shared between stages.
+@dataclass(frozen=True, slots=True)
+class TiedNames:
+    """A parameter that several stages have.
 
-    Raises:
-        ValueError: which layers share one.
+    Attributes:
+        names: in ``nn.Sequential(*layers)``; the first is the owner's.
+        name_on: for each stage that has it, the first of the names there.
     """
-    stage_of: dict[nn.Parameter, tuple[int, int]] = {}
+
+    names: tuple[str, ...]
+    name_on: dict[int, str]
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """All names but the owner's."""
+        return self.names[1:]
+
+
+def find_ties(layers: Sequence[Layer], split: Sequence[int]) -> list[TiedNames]:
+    """The parameters that are the same object on several stages."""
     stages = [stage for stage, count in enumerate(split) for _ in range(count)]
+    places: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for index, (layer, stage) in enumerate(zip(layers, stages, strict=True)):
-        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-            other, other_stage = stage_of.setdefault(parameter, (index, stage))
-            if other_stage != stage:
-                raise ValueError(
-                    f"layers {other} and {index} share a parameter but are on stages "
-                    f"{other_stage} and {stage}; put them on one stage (split), or untie them"
-                )
+        if isinstance(layer, nn.Module):
+            for name, parameter in layer.named_parameters(remove_duplicate=False):
+                places.setdefault(parameter, []).append((stage, f"{index}.{name}"))
+    return [
+        TiedNames(tuple(name for _, name in found), dict(reversed(found)))
+        for found in places.values()
+        if len({stage for stage, _ in found}) > 1
+    ]
+
+
+def copies_where_shared(
+    layers: Sequence[Layer], taken: set[nn.Module | nn.Parameter]
+) -> list[Layer]:
+    """A stage's layers, copied if another stage of this process has some part of them; what they
+    consist of is added to ``taken``."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    parts = {part for module in modules for part in module.modules()}
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    is_shared = not taken.isdisjoint(parts | parameters)
+    taken |= parts | parameters
+    if not is_shared:
+        return list(layers)
+    copied = iter(copy.deepcopy(modules))
+    return [next(copied) if isinstance(layer, nn.Module) else layer for layer in layers]
 
 
 def _num_parameters(layer: Layer) -> int:

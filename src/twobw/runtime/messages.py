@@ -77,9 +77,10 @@ class Message:
         return Message(tuple(None if t is None else t.detach() for t in tensors), layout)
 
     @property
-    def wants_gradient(self) -> bool:
-        """Whether any of the tensors requires a gradient."""
-        return any(t is not None and t.requires_grad for t in self.layout.tensors)
+    def wanting(self) -> list[int]:
+        """Which of the tensors require a gradient."""
+        layouts = enumerate(self.layout.tensors)
+        return [index for index, layout in layouts if layout is not None and layout.requires_grad]
 
 
 def as_value(tensors: Sequence[Tensor | None], *, is_tuple: bool) -> Value:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from twobw.runtime.collectives import Collective
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 OptimizerFactory: TypeAlias = Callable[[NamedParameters], Optimizer | Sequence[Optimizer]]
@@ -21,6 +24,9 @@ class Optimization:
         parameters: named, as the optimizers are to see them.
         make_optimizer: from the parameters to one optimizer or several.
         make_scheduler: from an optimizer to its learning-rate scheduler.
+        shards: the replicas over which optimizer state is spread (ZeRO stage 1, Rajbhandari et
+            al., 2020): each has the optimizers of its share of the parameters, and after a step
+            sends what has changed to the others. ``None``: each has all.
 
     Raises:
         ValueError: an optimizer needs a closure.
@@ -31,7 +37,13 @@ class Optimization:
         parameters: NamedParameters,
         make_optimizer: OptimizerFactory,
         make_scheduler: SchedulerFactory | None,
+        shards: Collective | None = None,
     ) -> None:
+        self._shards = shards
+        self._shares = [parameters]
+        if shards is not None:
+            self._shares = share_out(parameters, shards.size)
+            parameters = self._shares[shards.index]
         made = make_optimizer(parameters) if parameters else []
         self.optimizers = [made] if isinstance(made, Optimizer) else list(made)
         for optimizer in self.optimizers:
@@ -45,9 +57,36 @@ class Optimization:
         """Make the optimizers change the parameters in place."""
         for optimizer in self.optimizers:
             optimizer.step()
+        if self._shards is not None and self._shards.size > 1:
+            for owner, share in enumerate(self._shares):
+                self._send_share(owner, [parameter.data for _, parameter in share])
 
     def end_batch(self) -> None:
         """Move on to the next batch's learning rate. Each rank does so after its own update of a
         batch, so that batch ``k`` has rate ``k`` everywhere."""
         for scheduler in self.schedulers:
             scheduler.step()
+
+    def _send_share(self, owner: int, weights: list[Tensor]) -> None:
+        """From the replica that has changed them to the others, as one flat tensor."""
+        assert self._shards is not None
+        if not weights:
+            return
+        flat = torch.cat([weight.flatten() for weight in weights])
+        self._shards.broadcast(flat, owner)
+        if owner != self._shards.index:
+            pieces = flat.split([weight.numel() for weight in weights])
+            for weight, piece in zip(weights, pieces, strict=True):
+                weight.copy_(piece.view_as(weight))
+
+
+def share_out(parameters: NamedParameters, num_shares: int) -> list[NamedParameters]:
+    """Parameters spread so that the shares are about equally large: each, the largest first, goes
+    to the smallest share so far. The order within a share is that of the parameters."""
+    sizes = [0] * num_shares
+    share_of: dict[str, int] = {}
+    for name, parameter in sorted(parameters, key=lambda pair: -pair[1].numel()):
+        smallest = sizes.index(min(sizes))
+        share_of[name] = smallest
+        sizes[smallest] += parameter.numel()
+    return [[pair for pair in parameters if share_of[pair[0]] == s] for s in range(num_shares)]

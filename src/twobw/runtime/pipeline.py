@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from twobw.core.checker import check, format_violations
-from twobw.core.generators import generate
 from twobw.core.timeline import Timeline
-from twobw.runtime.batch import count_samples
-from twobw.runtime.distributed import connect
+from twobw.runtime.batch import count_samples, join, split, split_sizes
 from twobw.runtime.executor import LossFunction
-from twobw.runtime.layers import Layer, build_layers, check_no_ties, choose_split
+from twobw.runtime.layers import (
+    Layer,
+    build_layers,
+    choose_split,
+    copies_where_shared,
+    find_ties,
+)
+from twobw.runtime.mesh import distributed_mesh, thread_meshes
 from twobw.runtime.messages import Value
 from twobw.runtime.optimization import OptimizerFactory, SchedulerFactory
 from twobw.runtime.randomness import LayerRunner
-from twobw.runtime.rank import Rank, ScheduleChoice
+from twobw.runtime.rank import Rank, Settings
 from twobw.runtime.results import StepResult
-from twobw.runtime.transport import ThreadHub, ThreadTransport, TransportError
+from twobw.runtime.schedules import ScheduleChoice, check_schedule
+from twobw.runtime.transport import TransportError
 
 Result = TypeVar("Result")
-
-_CHECKED_BATCHES = 4
 
 
 class Pipeline:
@@ -50,11 +53,21 @@ class Pipeline:
         num_microbatches: of a batch.
         split: layers of each stage; ``None`` balances by number of parameters.
         pp: number of stages; ``None``: the size of the process group.
-        dp: replicas of each stage.
+        dp: replicas of each stage. Each process passes its replica's part of a batch, as with
+            DistributedDataParallel; where the stages are threads, the whole batch.
         seed: of built layers and of dropout.
         lr_scheduler: from an optimizer to its torch.optim.lr_scheduler, stepped once a batch.
         extra_in_flight: for ``"2bw"``: how far stages run ahead to hide slow links.
-        timeout: seconds that one wait for another stage may last.
+        precision: ``"fp32"`` leaves dtypes as they are; ``"bf16"`` and ``"fp16"`` keep fp32 main
+            weights and gradients, and compute on a 16-bit copy (fp16 with dynamic loss scaling).
+        recompute: ``"none"``, or what is run again for the backward instead of being kept: each
+            ``"layer"`` from its inputs, the whole ``"stage"`` from its inputs, or only modules
+            that are ``"attention"`` (``nn.MultiheadAttention``, or a true ``is_attention``).
+        max_grad_norm: clip the global norm of the gradient, over all stages, to this.
+        shard_optimizer: spread optimizer state over the replicas (ZeRO stage 1).
+        overlap_reduce: hide what must be reduced behind the next batch, for a second gradient
+            buffer; ``False`` waits for it after each batch's last backward.
+        timeout: seconds that one wait for another rank may last.
 
     Raises:
         ValueError: a setting that does not fit, or a schedule that the checker refuses; before
@@ -75,43 +88,59 @@ class Pipeline:
         seed: int = 0,
         lr_scheduler: SchedulerFactory | None = None,
         extra_in_flight: int = 0,
+        precision: str = "fp32",
+        recompute: str = "none",
+        max_grad_norm: float | None = None,
+        shard_optimizer: bool = False,
+        overlap_reduce: bool = True,
         timeout: float = 600.0,
     ) -> None:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.num_stages = _num_stages(pp, dp, dist.get_world_size() if is_distributed else None)
-        options = {"extra_in_flight": extra_in_flight} if extra_in_flight else {}
-        self._schedule = ScheduleChoice(schedule, num_microbatches, options)
-        _check_schedule(self._schedule, self.num_stages)
+        self._precision = precision
+        self._schedule = self._checked(schedule, num_microbatches, extra_in_flight)
         self.split = choose_split(layers, split, self.num_stages)
-        check_no_ties(layers, self.split)
-        self.is_distributed = is_distributed
-        stages = [dist.get_rank()] if is_distributed else range(self.num_stages)
-        hub = ThreadHub(self.num_stages)
-        lock = None if is_distributed or self.num_stages == 1 else Lock()
-        self._ranks: list[Rank] = []
-        for stage in stages:
-            first, count = sum(self.split[:stage]), self.split[stage]
-            self._ranks.append(
-                Rank(
-                    stage,
-                    self.num_stages,
-                    build_layers(layers[first : first + count], first, seed),
-                    first,
-                    loss_function=loss_fn,
-                    make_optimizer=optimizer,
-                    make_scheduler=lr_scheduler,
-                    schedule=self._schedule,
-                    transport=(
-                        connect(range(self.num_stages), stage, timeout)
-                        if is_distributed
-                        else ThreadTransport(hub, stage, timeout)
-                    ),
-                    runner=LayerRunner(seed, lock),
-                )
+        ties = find_ties(layers, self.split)
+        tie_sets = list(dict.fromkeys(frozenset(tie.name_on) for tie in ties))
+        if is_distributed:
+            device = torch.device("cpu")
+            if dist.get_backend() == "nccl":
+                device = torch.device("cuda", torch.cuda.current_device())
+            meshes = [distributed_mesh(self.num_stages, dp, tie_sets, device, timeout)]
+        else:
+            meshes = thread_meshes(self.num_stages, dp, tie_sets, timeout)
+        settings = Settings(
+            loss_fn,
+            optimizer,
+            lr_scheduler,
+            precision,
+            recompute,
+            max_grad_norm,
+            shard_optimizer,
+            overlap_reduce,
+        )
+        lock = Lock() if len(meshes) > 1 else None
+        firsts = [sum(self.split[: mesh.stage]) for mesh in meshes]
+        taken: set[nn.Module | nn.Parameter] = set()
+        own_layers = [
+            copies_where_shared(layers[first : first + self.split[mesh.stage]], taken)
+            for mesh, first in zip(meshes, firsts, strict=True)
+        ]
+        self._ranks = [
+            Rank(
+                mesh,
+                build_layers(own, first, seed),
+                first,
+                ties,
+                settings=settings,
+                schedule=self._schedule,
+                runner=LayerRunner(seed, lock),
             )
+            for mesh, own, first in zip(meshes, own_layers, firsts, strict=True)
+        ]
         self._threads = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"stage-{stage}")
-            for stage in (() if is_distributed else stages)
+            ThreadPoolExecutor(1, thread_name_prefix=f"stage-{mesh.stage}-{mesh.replica}")
+            for mesh in (() if is_distributed else meshes)
         ]
         self._running: list[Future[Any]] = []
         self._failure: BaseException | None = None
@@ -119,22 +148,27 @@ class Pipeline:
     @property
     def rank(self) -> int:
         """This process's rank; 0 where the stages are threads."""
-        return self.stage
+        return self._ranks[0].mesh.rank
 
     @property
     def stage(self) -> int:
         """This process's stage; 0 where the stages are threads."""
-        return self._ranks[0].index
+        return self._ranks[0].mesh.stage
+
+    @property
+    def replica(self) -> int:
+        """This process's replica; 0 where the stages are threads."""
+        return self._ranks[0].mesh.replica
 
     @property
     def is_first_stage(self) -> bool:
         """Whether this process has the first stage, which needs the inputs."""
-        return self._ranks[0].index == 0
+        return self._ranks[0].mesh.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this process has the last stage, which needs the targets."""
-        return self._ranks[-1].index == self.num_stages - 1
+        return self._ranks[-1].mesh.stage == self.num_stages - 1
 
     @property
     def schedule(self) -> str:
@@ -148,21 +182,44 @@ class Pipeline:
         be changed before that.
 
         Args:
-            inputs: the whole batch, its samples along the first dimension; ``None`` will do
-                where this process does not have the first stage.
+            inputs: the batch, its samples along the first dimension; ``None`` will do where this
+                process does not have the first stage. With replicas, this one's part.
             targets: likewise for the last stage.
 
         Raises:
             ValueError: fewer samples than microbatches, or sizes that differ.
             TransportError: another stage has failed or does not answer.
         """
-        self._check_batch(inputs, targets, self._schedule.num_microbatches)
-        return self._call(lambda rank: rank.train_step(inputs, targets), wait_for_all=False)
+        x, y = self._parts(inputs, targets, self._schedule.num_microbatches)
+        return self._call(
+            lambda rank: rank.train_step(x[rank.mesh.replica], y[rank.mesh.replica]),
+            wait_for_all=False,
+        )[0]
 
     def request_stop(self) -> None:
         """Make the next batch begun the last one: on every rank its result says ``is_last``.
-        Only the first stage's word counts. May be called from a signal handler."""
+        Only the word of rank 0 counts. May be called from a signal handler."""
         self._ranks[0].request_stop()
+
+    def set_schedule(
+        self, schedule: str, num_microbatches: int | None = None, *, extra_in_flight: int = 0
+    ) -> None:
+        """Go on with another schedule, whose version rule counts from the next batch.
+
+        Drains first; every rank calls it at the same batch. `timeline` starts anew.
+
+        Args:
+            schedule: as for `Pipeline`.
+            num_microbatches: ``None``: as before.
+            extra_in_flight: as for `Pipeline`.
+
+        Raises:
+            ValueError: as for `Pipeline`; the old schedule then stays.
+        """
+        count = num_microbatches or self._schedule.num_microbatches
+        choice = self._checked(schedule, count, extra_in_flight)
+        self._call(lambda rank: rank.set_schedule(choice))
+        self._schedule = choice
 
     def drain(self) -> None:
         """Finish what is in flight. Changes no result; every rank calls it at the same batch."""
@@ -181,21 +238,44 @@ class Pipeline:
             num_microbatches: ``None``: as in training.
         """
         count = num_microbatches or self._schedule.num_microbatches
-        self._check_batch(inputs, targets, count)
-        return self._call(lambda rank: rank.evaluate(inputs, targets, count))
+        x, y = self._parts(inputs, targets, count)
+        return self._call(
+            lambda rank: rank.evaluate(x[rank.mesh.replica], y[rank.mesh.replica], count)
+        )[0]
+
+    def forward(self, inputs: Value | None, num_microbatches: int | None = None) -> Value | None:
+        """The last layer's outputs for a batch, where this process has the last stage; ``None``
+        elsewhere. As `evaluate`: newest weights, eval mode, no gradients, drains first."""
+        count = num_microbatches or self._schedule.num_microbatches
+        x, _ = self._parts(inputs, None, count, needs_targets=False)
+        outputs = self._call(lambda rank: rank.forward(x[rank.mesh.replica], count))
+        given = [output for output in outputs if output is not None]
+        return join(given) if given else None
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The newest weights and the buffers, under the names of ``nn.Sequential(*layers)``, on
-        the CPU of rank 0; ``None`` elsewhere. Drains first; every rank calls it."""
-        return self._call(lambda rank: rank.state_dict())
+        the CPU of rank 0; ``None`` elsewhere. Tied weights share a tensor, buffers are the first
+        replica's. Drains first; every rank calls it."""
+        return self._call(lambda rank: rank.state_dict())[0]
 
     def timeline(self) -> Timeline | None:
         """What every rank did in its last batches, on rank 0; ``None`` elsewhere. Drains first;
         every rank calls it."""
-        return self._call(lambda rank: rank.timeline())
+        return self._call(lambda rank: rank.timeline())[0]
+
+    def check_replicas(self) -> None:
+        """Make sure that the replicas of each stage have the same weights. Drains first; every
+        rank calls it.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        self._call(lambda rank: rank.check_replicas())
 
     def close(self) -> None:
-        """End the threads, if the stages are threads."""
+        """End this pipeline's threads."""
+        for rank in self._ranks:
+            rank.close()
         for thread in self._threads:
             thread.shutdown(wait=False)
 
@@ -210,29 +290,54 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    def _check_batch(
-        self, inputs: Value | None, targets: Value | None, num_microbatches: int
-    ) -> None:
-        """Refuse a batch before any stage begins it."""
+    def _checked(self, name: str, num_microbatches: int, extra_in_flight: int) -> ScheduleChoice:
+        options = {"extra_in_flight": extra_in_flight} if extra_in_flight else {}
+        choice = ScheduleChoice(name, num_microbatches, options)
+        check_schedule(choice, self.num_stages)
+        if name == "weight-stashing" and self._precision == "fp16":
+            raise ValueError(
+                "precision = 'fp16' does not go with schedule = 'weight-stashing': its updates "
+                "cannot wait for the overflows of other stages; use 'bf16'"
+            )
+        return choice
+
+    def _parts(
+        self,
+        inputs: Value | None,
+        targets: Value | None,
+        num_microbatches: int,
+        *,
+        needs_targets: bool = True,
+    ) -> tuple[list[Value | None], list[Value | None]]:
+        """A batch's part for each replica of this process, by replica; refused before any stage
+        begins it if it does not fit."""
+        num_parts = self._ranks[-1].mesh.replica + 1 if self._threads else 1
         sizes: dict[str, int] = {}
         for value, what, needed in (
             (inputs, "inputs", self.is_first_stage),
-            (targets, "targets", self.is_last_stage),
+            (targets, "targets", self.is_last_stage and needs_targets),
         ):
             if needed and value is None:
                 raise ValueError(f"{what} is None, but this process has the stage that needs them")
             if value is not None:
-                sizes[what] = count_samples(value, what, num_microbatches)
+                sizes[what] = count_samples(value, what, num_microbatches * num_parts)
         if len(set(sizes.values())) > 1:
             raise ValueError(f"inputs and targets have different numbers of samples: {sizes}")
+        if not self._threads:
+            replica = self._ranks[0].mesh.replica
+            return [inputs] * (replica + 1), [targets] * (replica + 1)
+        return _split(inputs, num_parts), _split(targets, num_parts)
 
-    def _call(self, function: Callable[[Rank], Result], *, wait_for_all: bool = True) -> Result:
-        """Call ``function`` for this process's stages; the result is that of the first.
+    def _call(
+        self, function: Callable[[Rank], Result], *, wait_for_all: bool = True
+    ) -> list[Result]:
+        """Call ``function`` for this process's ranks.
 
-        Stages that are threads need not have ended when the first has, unless asked.
+        Returns:
+            Their results; only the first one's where the others need not have ended.
         """
         if not self._threads:
-            return function(self._ranks[0])
+            return [function(self._ranks[0])]
         if self._failure is not None:
             raise RuntimeError(
                 f"this pipeline has failed ({self._failure}); make a new one"
@@ -247,7 +352,7 @@ class Pipeline:
             self._failure = self._first_failure()
             raise self._failure
         self._running = [call for call in self._running if not call.done()]
-        return calls[0].result()
+        return [call.result() for call in (calls if wait_for_all else calls[:1])]
 
     def _first_failure(self) -> BaseException:
         """The error that started it: the other stages then fail for want of that one."""
@@ -257,7 +362,7 @@ class Pipeline:
 
 
 def _guarded(function: Callable[[Rank], Result], rank: Rank) -> Result:
-    """Call ``function`` on a stage's thread; let the other stages know if it fails."""
+    """Call ``function`` on a rank's thread; let the other ranks know if it fails."""
     try:
         return function(rank)
     except BaseException as error:
@@ -265,42 +370,27 @@ def _guarded(function: Callable[[Rank], Result], rank: Rank) -> Result:
         raise
 
 
+def _split(value: Value | None, num_parts: int) -> list[Value | None]:
+    if value is None:
+        return [None] * num_parts
+    tensors = value if isinstance(value, tuple) else (value,)
+    (size,) = {tensor.shape[0] for tensor in tensors if tensor is not None}
+    return [*split(value, split_sizes(size, num_parts))]
+
+
 def _num_stages(pp: int | None, dp: int, world_size: int | None) -> int:
-    if dp != 1:
-        raise ValueError(f"dp = {dp}: only dp = 1 is supported")
+    if dp < 1:
+        raise ValueError(f"dp = {dp}; it must be at least 1")
     if world_size is None:
         if pp is None:
             raise ValueError("pp is None, but there is no process group to take it from; set pp")
         if pp < 1:
             raise ValueError(f"pp = {pp}; it must be at least 1")
         return pp
-    if pp not in (None, world_size):
+    stages = world_size // dp if pp is None else pp
+    if stages * dp != world_size:
         raise ValueError(
-            f"pp = {pp} does not fit the process group of {world_size} ranks: pp * dp must be "
-            f"{world_size}"
+            f"pp = {pp} and dp = {dp} do not fit the process group of {world_size} ranks: pp * dp "
+            f"must be {world_size}"
         )
-    return world_size
-
-
-def _check_schedule(choice: ScheduleChoice, num_stages: int) -> None:
-    """Refuse a schedule that the checker refuses; warn of one that wastes."""
-    p, m = num_stages, choice.num_microbatches
-    schedule = generate(choice.name, p, m, _CHECKED_BATCHES, **choice.options)
-    violations = check(schedule)
-    if violations:
-        raise ValueError(
-            f"schedule {choice.name!r} with {p} stages and {m} microbatches is illegal:\n"
-            f"{format_violations(schedule, violations)}"
-        )
-    if choice.name == "2bw" and p == 1:
-        warnings.warn(
-            "2bw with one stage keeps two weight versions and a gradient one batch old, and gains "
-            "nothing; use schedule='1f1b'",
-            stacklevel=3,
-        )
-    elif choice.name == "2bw" and m < p - 1:
-        warnings.warn(
-            f"2bw with {m} microbatches on {p} stages runs at {m}/{p - 1} of full speed; "
-            f"use num_microbatches >= {p - 1}, better {p}",
-            stacklevel=3,
-        )
+    return stages

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -61,6 +62,10 @@ class LayerRunner:
         self._seed = seed
         self._lock = lock
         self._draws: dict[tuple[int, bool], bool] = {}
+
+    def alone(self) -> AbstractContextManager[object]:
+        """While open, no other stage's thread uses the default generator."""
+        return self._lock or nullcontext()
 
     def run(
         self, layer: nn.Module, index: int, batch: int, microbatch: int, value: object

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,108 +13,148 @@ from torch import Tensor, nn
 from twobw.core.generators import stage_program
 from twobw.core.lowering import lower_ops
 from twobw.core.ops import Op, OpKind
-from twobw.core.timeline import Span, Timeline
-from twobw.runtime.batch import HEADER_LENGTH, Batch, BatchHeader, count_samples, split_sizes
+from twobw.core.timeline import Timeline
+from twobw.runtime.batch import (
+    HEADER_LENGTH,
+    Batch,
+    BatchHeader,
+    count_samples,
+    join,
+    split_sizes,
+)
+from twobw.runtime.collectives import same_everywhere
 from twobw.runtime.executor import Executor, LossFunction
+from twobw.runtime.layers import TiedNames
+from twobw.runtime.mesh import Mesh
 from twobw.runtime.messages import Message, Value, map_value
 from twobw.runtime.optimization import Optimization, OptimizerFactory, SchedulerFactory
+from twobw.runtime.precision import LossScaler, cast_rest, compute_dtype
 from twobw.runtime.randomness import LayerRunner
-from twobw.runtime.recorder import Recorder, lane_of
+from twobw.runtime.recorder import SPAN_LENGTH, Recorder, peak_bytes, span_numbers, span_of
+from twobw.runtime.reduction import Reduction, Tie
 from twobw.runtime.results import StepResult
+from twobw.runtime.schedules import ScheduleChoice
 from twobw.runtime.stage import Stage
 from twobw.runtime.transport import Channel, Note, Transport
 from twobw.runtime.weights import VersionedWeights
 
-_LOSS_LENGTH = 2
+_LOSS_LENGTH = 2  # of what Batch.sum_up gives
 _METRICS_LENGTH = 3
 _KEPT_RESULTS = 3  # the numbers of the last results may still be on their way
 _EVALUATION = -1  # the number of an evaluation's batch among the executor's batches
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduleChoice:
-    """A schedule by name, its microbatches a batch, its options."""
+class Settings:
+    """What all ranks of a pipeline have in common.
 
-    name: str
-    num_microbatches: int
-    options: dict[str, int]
+    Attributes are those of `Pipeline`'s arguments of the same names.
+    """
+
+    loss_fn: LossFunction
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None
+    precision: str
+    recompute: str
+    max_grad_norm: float | None
+    shard_optimizer: bool
+    overlap_reduce: bool
 
 
 class Rank:
-    """One stage.
+    """One stage of one replica.
 
     Args:
-        index: the stage's number.
-        num_stages: of the pipeline.
+        mesh: its place, and what it talks through.
         layers: the stage's modules.
         first_layer: place of the first of them in the unsplit model.
-        loss_function: used on the last stage.
-        make_optimizer: from this stage's named parameters to optimizers.
-        make_scheduler: from an optimizer to its learning-rate scheduler.
+        ties: names of parameters that several stages have, in an order that all stages share.
+        settings: of the pipeline.
         schedule: what to run.
-        transport: to the other stages.
         runner: sets the random generator before each layer.
     """
 
     def __init__(
         self,
-        index: int,
-        num_stages: int,
+        mesh: Mesh,
         layers: Sequence[nn.Module],
         first_layer: int,
+        ties: Sequence[TiedNames],
         *,
-        loss_function: LossFunction,
-        make_optimizer: OptimizerFactory,
-        make_scheduler: SchedulerFactory | None,
+        settings: Settings,
         schedule: ScheduleChoice,
-        transport: Transport,
         runner: LayerRunner,
     ) -> None:
-        self.index = index
-        self.num_stages = num_stages
-        self._first_layer = first_layer
-        self._schedule = schedule
-        self._transport = transport
-        self._program = stage_program(
-            schedule.name, index, num_stages, schedule.num_microbatches, **schedule.options
-        )
-        self._stage = Stage(layers, first_layer, runner)
+        self.mesh = mesh
+        self._ties = ties
+        self._settings = settings
+        self._stage = Stage(layers, first_layer, runner, settings.recompute)
+        dtype = compute_dtype(settings.precision)
+        if dtype != torch.float32:
+            cast_rest(layers, dtype)
         self._weights = VersionedWeights(
-            [(str(number), layer) for number, layer in enumerate(layers, first_layer)],
-            self._program.rule.num_versions,
+            [(str(number), layer) for number, layer in enumerate(layers, first_layer)], 1, dtype
         )
-        optimization = Optimization(
-            self._weights.optimizer_parameters(), make_optimizer, make_scheduler
+        self._reduction = Reduction(
+            mesh.replicas,
+            mesh.stages,
+            [parameter.shape for _, parameter in self._weights.optimizer_parameters()],
+            ties=_own_ties(mesh, ties, self._weights.names),
+            max_grad_norm=settings.max_grad_norm,
+            looks_for_overflow=settings.precision == "fp16",
         )
-        self._recorder = Recorder(index)
+        self._recorder = Recorder(mesh.rank)
         self._executor = Executor(
-            index,
-            num_stages,
+            mesh,
             stage=self._stage,
             weights=self._weights,
-            optimization=optimization,
-            loss_function=loss_function,
-            transport=transport,
+            reduction=self._reduction,
+            optimization=Optimization(
+                self._weights.optimizer_parameters(),
+                settings.optimizer,
+                settings.lr_scheduler,
+                mesh.shards if settings.shard_optimizer else None,
+            ),
+            scaler=LossScaler() if settings.precision == "fp16" else None,
+            loss_function=settings.loss_fn,
             recorder=self._recorder,
-            microbatches_per_update=self._program.rule.microbatches_per_update,
         )
         self._layout_keys: dict[object, int] = {}
         self._next_batch = 0
         self._stop_requested = False
         self._results: deque[StepResult] = deque()
+        self._start(schedule)
+
+    def set_schedule(self, schedule: ScheduleChoice) -> None:
+        """See `Pipeline.set_schedule`."""
+        self.drain()
+        self._start(schedule)
+        self._recorder.forget()
+
+    def _start(self, schedule: ScheduleChoice) -> None:
+        """Begin a schedule at its own batch 0, version 0; nothing is in flight."""
+        mesh, options = self.mesh, dict(schedule.options)
+        if schedule.name == "2bw" and self._settings.overlap_reduce:
+            options["defer_update"] = self._reduction.needs_other_ranks
+        self._schedule = schedule
+        self._origin = self._next_batch
+        self._program = stage_program(
+            schedule.name, mesh.stage, mesh.pp, schedule.num_microbatches, **options
+        )
+        self._weights.rebase(self._program.rule.num_versions)
+        self._executor.microbatches_per_update = self._program.rule.microbatches_per_update
 
     def train_step(self, inputs: Value | None, targets: Value | None) -> StepResult:
         """See `Pipeline.train_step`."""
-        batch = self._begin(
-            self._next_batch, inputs, targets, self._schedule.num_microbatches, mode="train"
-        )
-        self._executor.batches[self._next_batch] = batch
+        count = self._schedule.num_microbatches
+        batch = self._begin(self._next_batch, inputs, targets, count, mode="train")
+        self._executor.batches[self._next_batch - self._origin] = batch
         self._next_batch += 1
         metrics = self._listen_metrics()
         self._run(self._program.begin_batch())
-        own = [self._recorder.take_busy_fraction(), float(self._weights.num_slots), _peak_bytes()]
+        own = [self._recorder.take_busy_fraction(), float(self._weights.num_slots), peak_bytes()]
         if metrics is None:
-            self._transport.push(0, Channel.METRICS, own)
+            self.mesh.transport.push(0, Channel.METRICS, own)
         result = StepResult(batch, None if metrics is None else [own, *metrics])
         self._results.append(result)
         if len(self._results) > _KEPT_RESULTS:
@@ -133,61 +171,93 @@ class Rank:
         while self._results:
             self._results.popleft().settle()
 
-    def evaluate(
-        self, inputs: Value | None, targets: Value | None, num_microbatches: int | None
-    ) -> float:
+    def evaluate(self, inputs: Value | None, targets: Value | None, num_microbatches: int) -> float:
         """See `Pipeline.evaluate`."""
-        self.drain()
-        count = num_microbatches or self._schedule.num_microbatches
-        batch = self._begin(self._next_batch, inputs, targets, count, mode="evaluate")
-        self._executor.batches[_EVALUATION] = batch
-        version = self._weights.newest
-        with self._stage.evaluating():
-            self._run(
-                Op(OpKind.FORWARD, self.index, microbatch, _EVALUATION, version)
-                for microbatch in range(count)
-            )
-        del self._executor.batches[_EVALUATION]
-        return batch.loss()
+        return self._run_forwards(inputs, targets, num_microbatches, mode="evaluate").loss()
+
+    def forward(self, inputs: Value | None, num_microbatches: int) -> Value | None:
+        """See `Pipeline.forward`."""
+        outputs = self._run_forwards(inputs, None, num_microbatches, mode="forward").outputs
+        return join(outputs) if self._is_last_stage else None
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """See `Pipeline.full_state_dict`."""
         self.drain()
+        if self.mesh.replica > 0:
+            return None
         self._weights.install(self._weights.newest)
-        state = {
-            f"{number}.{name}": tensor.detach().cpu()
-            for number, layer in enumerate(self._stage.layers, self._first_layer)
-            for name, tensor in layer.state_dict().items()
-        }
-        if self.index > 0:
+        state = self._own_state()
+        if self.mesh.stage > 0:
             names = torch.tensor(list(json.dumps(list(state)).encode()), dtype=torch.uint8)
             self._send_state(names)
             self._send_state(tuple(state.values()))
             return None
-        state = {name: tensor.clone() for name, tensor in state.items()}
-        for stage in range(1, self.num_stages):
-            (names_,) = self._receive_state(stage)
-            tensors = self._receive_state(stage)
-            names = json.loads(bytes(names_.tolist()))
-            state.update(zip(names, tensors, strict=True))
+        for stage in range(1, self.mesh.pp):
+            (encoded,) = self._receive_state(stage)
+            names = json.loads(bytes(encoded.tolist()))
+            state.update(zip(names, self._receive_state(stage), strict=True))
+        for tie in self._ties:
+            state.update(dict.fromkeys(tie.aliases, state[tie.names[0]]))
         return state
 
     def timeline(self) -> Timeline | None:
         """See `Pipeline.timeline`."""
         self.drain()
-        spans = self._recorder.spans()
-        rows = [_span_numbers(span) for span in spans if span.op.batch != _EVALUATION]
-        own = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), _SPAN_LENGTH)
-        if self.index > 0:
-            self._send_state(own)
+        rows = [
+            span_numbers(span) for span in self._recorder.spans() if span.op.batch != _EVALUATION
+        ]
+        table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), SPAN_LENGTH)
+        if self.mesh.stage > 0:
+            self._send_state(table)
             return None
-        tables = [own, *(self._receive_state(s)[0] for s in range(1, self.num_stages))]
-        gathered = (_span(row, rank) for rank, table in enumerate(tables) for row in table.tolist())
-        return Timeline(tuple(gathered), "measured")
+        tables = [table, *(self._receive_state(stage)[0] for stage in range(1, self.mesh.pp))]
+        own = torch.cat(tables)
+        if self.mesh.replica > 0:
+            self.mesh.replica_transport.send(0, Channel.STATE, None, Message.of(own))
+            return None
+        others = [
+            receive(self.mesh.replica_transport, replica)[0] for replica in range(1, self.mesh.dp)
+        ]
+        spans = (span_of(row) for table in (own, *others) for row in table.tolist())
+        return Timeline(tuple(spans), "measured")
+
+    def check_replicas(self) -> None:
+        """See `Pipeline.check_replicas`."""
+        self.drain()
+        sums = [checksum(p.data) for _, p in self._weights.optimizer_parameters()]
+        if not same_everywhere(self.mesh.shards, sums):
+            raise RuntimeError(
+                f"the replicas of stage {self.mesh.stage} have different weights after batch "
+                f"{self._next_batch - 1}; they must be equal to the bit. A layer whose gradient "
+                "depends on the rank, or a failing device, can be the cause"
+            )
 
     def fail(self, error: BaseException) -> None:
-        """Let the other stages know that this one has failed."""
-        self._transport.fail(f"{type(error).__name__}: {error}")
+        """Let the other ranks know that this one has failed."""
+        self.mesh.fail(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End the reduction's thread."""
+        self._reduction.close()
+
+    @property
+    def _is_last_stage(self) -> bool:
+        return self.mesh.stage == self.mesh.pp - 1
+
+    def _run_forwards(
+        self, inputs: Value | None, targets: Value | None, num_microbatches: int, *, mode: str
+    ) -> Batch:
+        """Forwards of a batch on the newest weights, in eval mode; drains first."""
+        self.drain()
+        batch = self._begin(self._next_batch, inputs, targets, num_microbatches, mode=mode)
+        self._executor.batches[_EVALUATION] = batch
+        stage, version = self.mesh.stage, self._weights.newest
+        with self._stage.evaluating():
+            self._run(
+                Op(OpKind.FORWARD, stage, microbatch, _EVALUATION, version)
+                for microbatch in range(num_microbatches)
+            )
+        return self._executor.batches.pop(_EVALUATION)
 
     def _begin(
         self,
@@ -198,42 +268,48 @@ class Rank:
         *,
         mode: str,
     ) -> Batch:
-        """Agree with the other stages on a batch, and expect what will come of it."""
-        is_first_stage, is_last_stage = self.index == 0, self.index == self.num_stages - 1
+        """Agree with the other ranks on a batch, and expect what will come of it."""
+        mesh, has_loss = self.mesh, mode != "forward"
+        is_first_stage = mesh.stage == 0
         if is_first_stage:
             if inputs is None:
                 raise ValueError("inputs is None on the first stage, which needs them")
             header = self._header(number, inputs, num_microbatches, mode)
         else:
-            numbers = self._transport.listen(self.index - 1, Channel.CONTROL, HEADER_LENGTH).wait()
-            header = BatchHeader.of(numbers)
-        if not is_last_stage:
-            self._transport.push(self.index + 1, Channel.CONTROL, header.numbers())
-        if is_last_stage:
+            header = BatchHeader.of(
+                mesh.transport.listen(mesh.stage - 1, Channel.CONTROL, HEADER_LENGTH).wait()
+            )
+        if not self._is_last_stage:
+            mesh.transport.push(mesh.stage + 1, Channel.CONTROL, header.numbers())
+        elif has_loss:
             _check_targets(targets, header, num_microbatches)
         batch = Batch(
             header,
             num_microbatches,
             inputs=inputs if is_first_stage else None,
-            targets=targets if is_last_stage else None,
-            note=None if is_last_stage else self._listen_loss(),
-            push=self._push_loss if is_last_stage else None,
+            targets=targets if self._is_last_stage else None,
+            has_loss=has_loss and self._is_last_stage,
+            note=self._listen_loss() if has_loss and not self._is_last_stage else None,
         )
         if not is_first_stage:
             for place in range(num_microbatches):
-                self._transport.expect(self.index - 1, Channel.ACTIVATION, batch.key(place))
+                mesh.transport.expect(mesh.stage - 1, Channel.ACTIVATION, batch.key(place))
         return batch
 
     def _header(self, number: int, inputs: Value, num_microbatches: int, mode: str) -> BatchHeader:
         samples = count_samples(inputs, "inputs", num_microbatches)
         sizes = split_sizes(samples, num_microbatches)
-        return BatchHeader(
-            number,
-            samples,
-            self._layout_key(inputs, sizes[0], mode),
-            self._layout_key(inputs, sizes[-1], mode),
-            self._stop_requested,
-        )
+        large, small = (self._layout_key(inputs, size, mode) for size in (sizes[0], sizes[-1]))
+        return BatchHeader(number, samples, large, small, self._stops())
+
+    def _stops(self) -> bool:
+        """Whether the batch is the last: the first replica says it to the others."""
+        transport = self.mesh.replica_transport
+        if self.mesh.replica > 0:
+            return bool(transport.listen(0, Channel.CONTROL, 1).wait()[0])
+        for replica in range(1, self.mesh.dp):
+            transport.push(replica, Channel.CONTROL, [self._stop_requested])
+        return self._stop_requested
 
     def _layout_key(self, inputs: Value, size: int, mode: str) -> int:
         """The number of what stages give for a microbatch of ``size`` samples."""
@@ -244,33 +320,53 @@ class Rank:
         self._executor.run(
             lower_ops(
                 ops,
-                range(self.num_stages),
+                range(self.mesh.pp),
                 microbatches_per_update=self._program.rule.microbatches_per_update,
+                reduce=True,
             )
         )
 
     def _listen_loss(self) -> Note:
-        return self._transport.listen(self.num_stages - 1, Channel.LOSS, _LOSS_LENGTH)
-
-    def _push_loss(self, numbers: list[float]) -> None:
-        for stage in range(self.num_stages - 1):
-            self._transport.push(stage, Channel.LOSS, numbers)
+        return self.mesh.transport.listen(self.mesh.pp - 1, Channel.LOSS, _LOSS_LENGTH)
 
     def _listen_metrics(self) -> list[Note] | None:
-        if self.index > 0:
+        if self.mesh.stage > 0:
             return None
         return [
-            self._transport.listen(stage, Channel.METRICS, _METRICS_LENGTH)
-            for stage in range(1, self.num_stages)
+            self.mesh.transport.listen(stage, Channel.METRICS, _METRICS_LENGTH)
+            for stage in range(1, self.mesh.pp)
         ]
 
+    def _own_state(self) -> dict[str, Tensor]:
+        """This stage's newest weights and buffers on the CPU, under the model's names; what
+        mixed precision has cast, in fp32 again."""
+        state = {
+            f"{number}.{name}": self._weights.master_of(tensor).detach().cpu().clone()
+            for number, layer in enumerate(self._stage.layers, self._stage.first_layer)
+            for name, tensor in layer.state_dict(keep_vars=True).items()
+        }
+        if self._weights.is_mixed:
+            dtype = self._weights.dtype
+            state = {name: t.float() if t.dtype == dtype else t for name, t in state.items()}
+        return state
+
     def _send_state(self, value: Value) -> None:
-        self._transport.send(0, Channel.STATE, None, Message.of(value))
+        self.mesh.transport.send(0, Channel.STATE, None, Message.of(value))
 
     def _receive_state(self, stage: int) -> list[Tensor]:
-        self._transport.expect(stage, Channel.STATE, None)
-        tensors = self._transport.receive(stage, Channel.STATE).tensors
-        return [tensor for tensor in tensors if tensor is not None]
+        return receive(self.mesh.transport, stage)
+
+
+def receive(transport: Transport, peer: int) -> list[Tensor]:
+    """The tensors of the next message of state."""
+    transport.expect(peer, Channel.STATE, None)
+    tensors = transport.receive(peer, Channel.STATE).tensors
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of the bits."""
+    return int(tensor.contiguous().view(torch.uint8).to(torch.int64).sum())
 
 
 def _check_targets(targets: Value | None, header: BatchHeader, num_microbatches: int) -> None:
@@ -281,22 +377,12 @@ def _check_targets(targets: Value | None, header: BatchHeader, num_microbatches:
         raise ValueError(f"targets have {samples} samples, inputs have {header.num_samples}")
 
 
-def _peak_bytes() -> float:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-_SPAN_LENGTH = 7
-_KINDS = list(OpKind)
-
-
-def _span_numbers(span: Span) -> list[int]:
-    op = span.op
-    kind = _KINDS.index(op.kind)
-    return [kind, op.stage, op.microbatch, op.batch, op.version, span.start_ns, span.end_ns]
-
-
-def _span(numbers: list[int], rank: int) -> Span:
-    kind, stage, microbatch, batch, version, start_ns, end_ns = numbers
-    op = Op(_KINDS[kind], stage, microbatch, batch, version)
-    return Span(op, rank, lane_of(op), start_ns, end_ns)
+def _own_ties(mesh: Mesh, ties: Sequence[TiedNames], names: Sequence[str]) -> list[Tie]:
+    """The ties that this stage has part in, where they are trained."""
+    own = []
+    for tie in ties:
+        name = tie.name_on.get(mesh.stage)
+        if name in names:
+            group = mesh.ties[frozenset(tie.name_on)]
+            own.append(Tie(names.index(name), group, is_owner=mesh.stage == min(tie.name_on)))
+    return own

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from twobw.core.ops import Op, OpKind
 from twobw.core.timeline import COMPUTE_LANE, Span
@@ -39,6 +42,10 @@ class Recorder:
         self._window_start_ns, self._busy_ns = now_ns, 0
         return fraction
 
+    def forget(self) -> None:
+        """Drop the spans kept."""
+        self._spans.clear()
+
     def spans(self) -> list[Span]:
         """The spans kept, oldest first."""
         return list(self._spans)
@@ -59,3 +66,28 @@ def lane_of(op: Op) -> str:
             return "reduce"
         case _:
             return COMPUTE_LANE
+
+
+def peak_bytes() -> float:
+    """The most memory this process ever had resident."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+SPAN_LENGTH = 8
+_KINDS = list(OpKind)
+
+
+def span_numbers(span: Span) -> list[int]:
+    """A span as integers, to be gathered."""
+    op = span.op
+    kind = _KINDS.index(op.kind)
+    times = (span.start_ns, span.end_ns)
+    return [span.rank, kind, op.stage, op.microbatch, op.batch, op.version, *times]
+
+
+def span_of(numbers: Sequence[int]) -> Span:
+    """The inverse of `span_numbers`."""
+    rank, kind, stage, microbatch, batch, version, start_ns, end_ns = numbers
+    op = Op(_KINDS[kind], stage, microbatch, batch, version)
+    return Span(op, rank, lane_of(op), start_ns, end_ns)

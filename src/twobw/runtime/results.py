@@ -43,14 +43,22 @@ class StepResult:
     Attributes:
         batch: number of the batch, 0-based.
         loss: handle of the mean loss over the batch.
+        grad_norm: the global norm of the batch's gradient before clipping, where it is clipped;
+            known once the batch's update is made, ``None`` before.
         is_last: whether a stop was requested: all ranks leave their loops after this batch.
     """
 
     def __init__(self, batch: Batch, metrics: list[list[float] | Note] | None) -> None:
         self.batch = batch.header.batch
+        self._batch = batch
         self.loss = Loss(batch)
         self.is_last = batch.header.is_last
         self._metrics = metrics
+
+    @property
+    def grad_norm(self) -> float | None:
+        """See the class."""
+        return self._batch.grad_norm
 
     def stage_metrics(self) -> list[StageMetrics] | None:
         """One a stage, on rank 0; waits until they have arrived. ``None`` elsewhere."""

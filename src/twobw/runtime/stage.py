@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from twobw.runtime.messages import Message, Value, as_value, check_value
 from twobw.runtime.randomness import LayerRunner
+from twobw.runtime.recompute import Buffers, recompute_attention
+
+Recompute = Literal["none", "layer", "stage", "attention"]
 
 
 class _Received:
-    """Catches the gradients of what a stage has received."""
+    """Catches the gradients of what a segment has received."""
 
     def __init__(self) -> None:
         self.gradients: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Stash:
-    """What a backward needs: where gradients enter the graph, and where they come out.
+class _Graph:
+    """A segment whose graph is kept: where gradients enter it, and where they come out.
 
     The outputs themselves are not kept: an edge is enough, and their storage goes when sent.
     """
@@ -33,8 +36,213 @@ class _Stash:
     received: _Received
 
 
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """A segment that is run again for its backward: what it was run on.
+
+    Attributes:
+        layers: places of its layers in the stage.
+        message: what the first of them was given.
+        buffers: those of the layers as they were before.
+        batch: for the random generator.
+        place: likewise.
+    """
+
+    layers: range
+    message: Message
+    buffers: Buffers
+    batch: int
+    place: int
+
+
+class Stage:
+    """The layers of one stage.
+
+    Args:
+        layers: the stage's modules, in order.
+        first_layer: place of the first of them in the unsplit model.
+        runner: sets the random generator before each layer.
+        recompute: what is run again for the backward instead of being kept: nothing; each layer
+            from its inputs; the whole stage from its inputs; or modules that are attention.
+
+    Raises:
+        ValueError: an unknown ``recompute``.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        runner: LayerRunner,
+        recompute: str = "none",
+    ) -> None:
+        if recompute not in get_args(Recompute):
+            allowed = ", ".join(get_args(Recompute))
+            raise ValueError(f"recompute = {recompute!r} is not one of {allowed}")
+        self.layers = list(layers)
+        self.first_layer = first_layer
+        self._runner = runner
+        self._recompute = recompute
+        if recompute == "attention":
+            recompute_attention(self.layers)
+        self._works_in_place: dict[int, bool] = {}
+        self._stash: dict[int, list[_Graph | _Inputs]] = {}
+        self._token = torch.zeros((), requires_grad=True)
+
+    def forward(
+        self,
+        microbatch: int,
+        *,
+        batch: int,
+        place: int,
+        value: Value | Message,
+        then: Callable[[Value], Value] | None = None,
+    ) -> Value | Message:
+        """Run the layers, then ``then`` (the loss, on the last stage); keep what the backward
+        needs, where gradients are recorded.
+
+        Args:
+            microbatch: under this number `backward` finds it again.
+            batch: 0-based, for the random generator.
+            place: of the microbatch in the global batch, for the random generator.
+            value: the first stage's input, or what was received.
+            then: applied to the last layer's output; never run twice.
+
+        Raises:
+            TypeError: a layer gives something else than a tensor or a tuple of tensors.
+        """
+        stash: list[_Graph | _Inputs] = []
+        everything = range(len(self.layers))
+        if self._recompute in ("layer", "stage") and torch.is_grad_enabled():
+            value = self._run_and_forget(value, batch, place, stash)
+            if then is not None:
+                value = self._run_and_keep(value, then, stash)
+        else:
+
+            def run(value: Value) -> Value:
+                value = self._run_layers(everything, value, batch, place)
+                return value if then is None else then(value)
+
+            value = self._run_and_keep(value, run, stash)
+        if torch.is_grad_enabled():
+            self._stash[microbatch] = stash
+        return value
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None
+    ) -> tuple[Tensor | None, ...]:
+        """Backward of one microbatch.
+
+        Args:
+            microbatch: as given to `forward`.
+            gradients: of those outputs that require one, in order; ``None`` where the output is
+                the loss.
+
+        Returns:
+            The gradients of those received tensors that require one, in order; ``None`` for a
+            tensor that the outputs do not depend on.
+        """
+        for segment in reversed(self._stash.pop(microbatch)):
+            if isinstance(segment, _Graph):
+                # attention that is run again inside sets and restores the random generator
+                with self._runner.alone() if self._recompute == "attention" else nullcontext():
+                    gradients = _backward(segment, gradients)
+            elif gradients is None or any(gradient is not None for gradient in gradients):
+                gradients = _backward(self._run_again(segment), gradients)
+            else:
+                gradients = (None,) * len(segment.message.wanting)
+        assert gradients is not None, "a stage has a segment"
+        return tuple(gradients)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode and no gradients while open; every module's mode is restored after."""
+        modes = {m: m.training for layer in self.layers for m in layer.modules()}
+        for layer in self.layers:
+            layer.eval()
+        with torch.no_grad():
+            yield
+        for module, training in modes.items():
+            module.training = training
+
+    def _run_layers(self, places: range, value: Value, batch: int, place: int) -> Value:
+        for offset in places:
+            index, layer = self.first_layer + offset, self.layers[offset]
+            output = self._runner.run(layer, index, batch, place, value)
+            value = check_value(output, f"layer {index} ({type(layer).__name__})")
+        return value
+
+    def _run_and_keep(
+        self,
+        value: Value | Message,
+        function: Callable[[Value], Value],
+        stash: list[_Graph | _Inputs],
+    ) -> Value:
+        """One segment whose graph is kept."""
+        received = _Received()
+        if isinstance(value, Message):
+            value = self._enter(value, received)
+        value = function(value)
+        if torch.is_grad_enabled():
+            stash.append(_Graph(_edges(value), received))
+        return value
+
+    def _run_and_forget(
+        self, value: Value | Message, batch: int, place: int, stash: list[_Graph | _Inputs]
+    ) -> Message:
+        """Segments of which only the inputs are kept. Layers run one by one with gradients
+        recorded, to see which outputs require one, and each graph goes with its outputs."""
+        message = value if isinstance(value, Message) else Message.of(value)
+        first, before = message, Buffers([])
+        for offset in range(len(self.layers)):
+            buffers = Buffers([self.layers[offset]])
+            if self._recompute == "layer":
+                layers = range(offset, offset + 1)
+                stash.append(_Inputs(layers, message, buffers, batch, place))
+            before = before + buffers
+            message = self._run_one(offset, message, batch, place)
+        if self._recompute == "stage":
+            stash.append(_Inputs(range(len(self.layers)), first, before, batch, place))
+        return message
+
+    def _run_one(self, offset: int, message: Message, batch: int, place: int) -> Message:
+        """One layer. Whether it works in place on what it is given is seen at its first run: it
+        then always gets a copy, so that what is kept stays as it was."""
+        entered = self._enter(message, _Received(), copies=self._works_in_place.get(offset, True))
+        tensors = entered if isinstance(entered, tuple) else (entered,)
+        before = [t._version for t in tensors if t is not None]
+        value = self._run_layers(range(offset, offset + 1), entered, batch, place)
+        after = [t._version for t in tensors if t is not None]
+        self._works_in_place[offset] = self._works_in_place.get(offset, False) or before != after
+        return Message.of(value)
+
+    def _run_again(self, segment: _Inputs) -> _Graph:
+        """A segment's graph, from its inputs."""
+        received = _Received()
+        copies = self._works_in_place[segment.layers[0]]
+        with segment.buffers.in_place():
+            value = self._enter(segment.message, received, copies=copies)
+            value = self._run_layers(segment.layers, value, segment.batch, segment.place)
+        return _Graph(_edges(value), received)
+
+    def _enter(self, message: Message, received: _Received, *, copies: bool = False) -> Value:
+        """What a layer is given of a message; its gradients end up in ``received``."""
+        tensors = list(message.tensors)
+        if copies:
+            tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
+        wanting = message.wanting
+        received.gradients = (None,) * len(wanting)
+        if wanting and torch.is_grad_enabled():
+            entered = _Receive.apply(  # type: ignore[no-untyped-call]
+                self._token, received, *(tensors[index] for index in wanting)
+            )
+            for index, tensor in zip(wanting, entered, strict=True):
+                tensors[index] = tensor
+        return as_value(tensors, is_tuple=message.layout.is_tuple)
+
+
 class _Receive(torch.autograd.Function):
-    """Brings received tensors into a stage's graph.
+    """Brings received tensors into a graph.
 
     Unlike a leaf, the result may be changed in place by the first layer, as it may be within an
     unsplit model; and an unused one has the gradient ``None``, not zeros.
@@ -52,110 +260,18 @@ class _Receive(torch.autograd.Function):
         return (None,) * (2 + len(gradients))
 
 
-class Stage:
-    """The layers of one stage.
+def _edges(value: Value) -> list[GradientEdge]:
+    tensors = value if isinstance(value, tuple) else (value,)
+    return [get_gradient_edge(t) for t in tensors if t is not None and t.requires_grad]
 
-    Args:
-        layers: the stage's modules, in order.
-        first_layer: place of the first of them in the unsplit model.
-        runner: sets the random generator before each layer.
-    """
 
-    def __init__(self, layers: Sequence[nn.Module], first_layer: int, runner: LayerRunner) -> None:
-        self.layers = list(layers)
-        self.first_layer = first_layer
-        self._runner = runner
-        self._stash: dict[int, _Stash] = {}
-        self._token = torch.zeros((), requires_grad=True)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Microbatches between their forward and backward."""
-        return len(self._stash)
-
-    def forward(
-        self,
-        microbatch: int,
-        *,
-        batch: int,
-        place: int,
-        value: Value | Message,
-        then: Callable[[Value], Value] | None = None,
-    ) -> Value:
-        """Run the layers, then ``then`` (the loss, on the last stage); keep what the backward
-        needs, where gradients are recorded.
-
-        Args:
-            microbatch: under this number `backward` finds it again.
-            batch: 0-based, for the random generator.
-            place: of the microbatch in the global batch, for the random generator.
-            value: the first stage's input, or what was received.
-            then: applied to the last layer's output.
-
-        Raises:
-            TypeError: a layer gives something else than a tensor or a tuple of tensors.
-        """
-        received = _Received()
-        if isinstance(value, Message):
-            value = self._enter(value, received)
-        for index, layer in enumerate(self.layers, self.first_layer):
-            output = self._runner.run(layer, index, batch, place, value)
-            value = check_value(output, f"layer {index} ({type(layer).__name__})")
-        if then is not None:
-            value = then(value)
-        if torch.is_grad_enabled():
-            tensors = value if isinstance(value, tuple) else (value,)
-            edges = [get_gradient_edge(t) for t in tensors if t is not None and t.requires_grad]
-            self._stash[microbatch] = _Stash(edges, received)
-        return value
-
-    def backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None] | None
-    ) -> tuple[Tensor | None, ...]:
-        """Backward of one microbatch.
-
-        Args:
-            microbatch: as given to `forward`.
-            gradients: of those outputs that require one, in order; ``None`` where the output is
-                the loss.
-
-        Returns:
-            The gradients of those received tensors that require one, in order; ``None`` for a
-            tensor that the outputs do not depend on.
-        """
-        stash = self._stash.pop(microbatch)
-        edges, starts = stash.edges, None
-        if gradients is not None:
-            pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
-            edges, starts = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-        if edges:
-            torch.autograd.backward(edges, starts)
-        return stash.received.gradients
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Eval mode and no gradients while open; every module's mode is restored after."""
-        modules = {module for layer in self.layers for module in layer.modules()}
-        modes = {module: module.training for module in modules}
-        for layer in self.layers:
-            layer.eval()
-        with torch.no_grad():
-            yield
-        for module, training in modes.items():
-            module.training = training
-
-    def _enter(self, message: Message, received: _Received) -> Value:
-        tensors = list(message.tensors)
-        wanting = [
-            index
-            for index, layout in enumerate(message.layout.tensors)
-            if layout is not None and layout.requires_grad
-        ]
-        if wanting and torch.is_grad_enabled():
-            received.gradients = (None,) * len(wanting)
-            entered = _Receive.apply(  # type: ignore[no-untyped-call]
-                self._token, received, *(tensors[index] for index in wanting)
-            )
-            for index, tensor in zip(wanting, entered, strict=True):
-                tensors[index] = tensor
-        return as_value(tensors, is_tuple=message.layout.is_tuple)
+def _backward(
+    graph: _Graph, gradients: Sequence[Tensor | None] | None
+) -> tuple[Tensor | None, ...]:
+    edges, starts = graph.edges, None
+    if gradients is not None:
+        pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
+        edges, starts = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+    if edges:
+        torch.autograd.backward(edges, starts)
+    return graph.received.gradients

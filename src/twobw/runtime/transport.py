@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
@@ -33,6 +34,28 @@ class Note(Protocol):
     def wait(self) -> list[float]:
         """The numbers, when they have arrived."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Numbers that are here already."""
+
+    numbers: list[float]
+
+    def wait(self) -> list[float]:
+        """See `Note`."""
+        return self.numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """Numbers that another thread of this process is making."""
+
+    future: Future[list[float]]
+
+    def wait(self) -> list[float]:
+        """See `Note`."""
+        return self.future.result()
 
 
 class Transport(Protocol):

@@ -6,6 +6,9 @@ in-place changes per Parameter. The optimizer holds a further set of Parameters 
 storage: for an update they are pointed at the slot whose version has died, after the newest
 weights were copied into it. Then `increment_version` tells autograd that the slot has changed, so
 that a backward through a version already overwritten is an error rather than a wrong number.
+
+In mixed precision the slots hold the 16-bit compute copy, and the optimizer's Parameters own fp32
+main weights: an update changes those in place and then casts them into the slot that dies.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+
+from twobw.runtime.precision import computes_in_fp32
 
 
 @dataclass(slots=True)
@@ -35,9 +40,15 @@ class VersionedWeights:
     Args:
         modules: ``(prefix, module)`` pairs; a parameter's name is ``prefix.name``.
         num_slots: how many versions live at once.
+        dtype: what layers compute in; fp32 leaves every parameter's dtype as it is.
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], num_slots: int) -> None:
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        num_slots: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         sites: dict[nn.Parameter, _Site] = {}
         for prefix, module in modules:
             for path, part in module.named_modules():
@@ -47,9 +58,19 @@ class VersionedWeights:
                         sites.setdefault(parameter, _Site(full_name)).places.append((part, name))
         self.names = [site.name for site in sites.values()]
         self._places = [site.places for site in sites.values()]
-        self._slots = [list(sites)]
         # .data, unlike .detach(), has a version counter of its own
         self._masters = [nn.Parameter(parameter.data) for parameter in sites]
+        self._slots = [list(sites)]
+        self.dtype = dtype
+        self.is_mixed = dtype != torch.float32
+        if self.is_mixed:
+            self._slots = [
+                [
+                    nn.Parameter(_compute_copy(parameter.detach(), site, dtype))
+                    for parameter, site in sites.items()
+                ]
+            ]
+            self._put_slot(0)
         self.newest = 0
         self._installed = 0
         self._resize(num_slots)
@@ -63,6 +84,14 @@ class VersionedWeights:
         """The named Parameters that the optimizer holds; they always show the newest weights."""
         return list(zip(self.names, self._masters, strict=True))
 
+    def master_of(self, parameter: Tensor) -> Tensor:
+        """The newest weights of a parameter as it stands in the modules, in full precision; the
+        parameter itself where it is not trained."""
+        for master, installed in zip(self._masters, self._slots[self._installed], strict=True):
+            if installed is parameter:
+                return master
+        return parameter
+
     def install(self, version: int) -> None:
         """Make the modules use ``version``; nothing is copied.
 
@@ -75,43 +104,53 @@ class VersionedWeights:
                 f"newest version {self.newest}"
             )
         slot = version % self.num_slots
-        if slot == self._installed:
-            return
-        for places, parameter in zip(self._places, self._slots[slot], strict=True):
-            for module, name in places:
-                _put(module, name, parameter)
-        self._installed = slot
+        if slot != self._installed:
+            self._put_slot(slot)
+            self._installed = slot
 
     @contextmanager
     def accumulate(self, version: int, gradients: list[Tensor | None]) -> Iterator[None]:
         """Install ``version``; while open, backwards add into ``gradients`` in place (one a
-        parameter, in the order of `names`; ``None`` where there is none yet)."""
+        parameter, in the order of `names`; ``None`` where there is none yet).
+
+        In mixed precision ``gradients`` are fp32, and a backward's 16-bit ones are added to them.
+        """
         self.install(version)
         parameters = self._slots[self._installed]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        if not self.is_mixed:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
         yield
         for index, parameter in enumerate(parameters):
-            gradients[index] = parameter.grad
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            gradients[index] = (
+                _added_in_fp32(gradients[index], gradient) if self.is_mixed else gradient
+            )
 
     def update(self, gradients: Sequence[Tensor | None], step: Callable[[], None]) -> None:
-        """Make the next version: copy the newest into the slot that dies, let ``step`` (the
-        optimizers' steps) change it in place."""
+        """Make the next version: let ``step`` (the optimizers' steps) change the newest weights
+        in place, in the slot that dies."""
         target = self._slots[(self.newest + 1) % self.num_slots]
-        source = self._slots[self.newest % self.num_slots]
-        with torch.no_grad():
-            for new, old in zip(target, source, strict=True):
-                if new is not old:
-                    new.data.copy_(old)
-        for master, parameter, gradient in zip(self._masters, target, gradients, strict=True):
-            master.data = parameter.data
+        if not self.is_mixed:
+            self._move_masters(target)
+        for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient
         step()
         for master in self._masters:
             master.grad = None
+        if self.is_mixed:
+            with torch.no_grad():
+                for parameter, master in zip(target, self._masters, strict=True):
+                    parameter.data.copy_(master)
         increment_version(target)
         self.newest += 1
+
+    def _move_masters(self, target: list[nn.Parameter]) -> None:
+        """Copy the newest weights into the slot that dies and point the optimizer at it."""
+        for master, parameter in zip(self._masters, target, strict=True):
+            if self.num_slots > 1:
+                parameter.data.copy_(master.data)
+            master.data = parameter.data
 
     def rebase(self, num_slots: int) -> None:
         """Forget all versions but the newest, which becomes version 0 of ``num_slots``; nothing
@@ -121,12 +160,29 @@ class VersionedWeights:
         self._installed = self.newest = 0
         self._resize(num_slots)
 
+    def _put_slot(self, slot: int) -> None:
+        for places, parameter in zip(self._places, self._slots[slot], strict=True):
+            for module, name in places:
+                _put(module, name, parameter)
+
     def _resize(self, num_slots: int) -> None:
         first = self._slots[0]
         self._slots += [
             [nn.Parameter(torch.empty_like(parameter)) for parameter in first]
             for _ in range(num_slots - 1)
         ]
+
+
+def _compute_copy(parameter: Tensor, site: _Site, dtype: torch.dtype) -> Tensor:
+    """A copy in ``dtype``; in its own where that is not fp32, or the module needs fp32."""
+    keeps = parameter.dtype != torch.float32 or any(computes_in_fp32(m) for m, _ in site.places)
+    return parameter.clone() if keeps else parameter.to(dtype)
+
+
+def _added_in_fp32(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return total
+    return gradient.float() if total is None else total.add_(gradient)
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,8 @@ class Case:
     shapes: list[tuple[int, ...]]
     loss_fn: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
     optimizer: Callable[[list], torch.optim.Optimizer] = adamw
+    dp: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
 
     def data(self) -> list[tuple[Tensor, Tensor]]:
         return batches(*self.shapes)
@@ -96,7 +99,7 @@ class Case:
 
 CHANGING = [(11, 2, 6), (11, 2, 6), (8, 2, 6), (11, 2, 6), (5, 2, 6), (12, 2, 6)]
 
-CASES = {
+OF_THREE = {
     "2bw m=4": Case("2bw", 4, plain_layers, CHANGING),
     "2bw m=2": Case("2bw", 2, plain_layers, CHANGING),
     "1f1b m=4": Case("1f1b", 4, plain_layers, CHANGING),
@@ -104,4 +107,45 @@ CASES = {
     "no-pipeline m=1": Case("no-pipeline", 1, plain_layers, CHANGING),
     "weight-stashing m=2": Case("weight-stashing", 2, plain_layers, CHANGING),
     "tuples": Case("2bw", 2, mixed_layers, [(5, 4), (5, 4), (6, 4), (5, 4)]),
+}
+
+
+def tied_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    layers = [nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)]
+    layers[2].weight = layers[0].weight
+    layers[3].weight = layers[0].weight
+    return layers
+
+
+def momentum(named: list) -> torch.optim.Optimizer:
+    """Less touchy than AdamW about the order in which gradients are added."""
+    return torch.optim.SGD(named, lr=0.02, momentum=0.9)
+
+
+def sum_and_weight(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared error over the targets above -0.5, which fall unevenly."""
+    counts = target > -0.5
+    return ((output - target).square() * counts).sum(), counts.sum()
+
+
+ROWS = [(12, 4), (12, 4), (11, 4), (12, 4), (13, 4)]
+CLIP = {"max_grad_norm": 0.5}
+
+OF_FOUR = {
+    "tied, clipped, 4x1": Case("2bw", 4, tied_layers, ROWS, optimizer=momentum, options=CLIP),
+    "2x2": Case("2bw", 2, tied_layers, ROWS, optimizer=momentum, dp=2),
+    "1x4": Case("1f1b", 2, tied_layers, ROWS, optimizer=momentum, dp=4),
+    "2x2, tied, clipped, sharded, recomputed": Case(
+        "2bw",
+        2,
+        tied_layers,
+        ROWS,
+        optimizer=momentum,
+        dp=2,
+        options={**CLIP, "shard_optimizer": True, "recompute": "layer"},
+    ),
+    "2x2, sums and weights, gpipe": Case(
+        "gpipe", 2, tied_layers, ROWS, sum_and_weight, momentum, dp=2
+    ),
 }

@@ -11,31 +11,38 @@ import twobw
 from tests.dist.programs import cases
 
 
-def main(out: str) -> None:
+def part(whole: torch.Tensor, pipeline: twobw.Pipeline) -> torch.Tensor:
+    """This replica's part of a batch."""
+    return whole.tensor_split(dist.get_world_size() // pipeline.num_stages)[pipeline.replica]
+
+
+def main(which: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     outcomes = {}
-    for name, case in cases.CASES.items():
+    for name, case in getattr(cases, which).items():
         pipeline = twobw.Pipeline(
             case.layers(),
             case.loss_fn,
             case.optimizer,
             case.schedule,
             case.num_microbatches,
+            dp=case.dp,
             seed=cases.SEED,
             timeout=30,
+            **case.options,
         )
         results = []
         for inputs, targets in case.data():
-            needs_inputs, needs_targets = pipeline.is_first_stage, pipeline.is_last_stage
-            results.append(
-                pipeline.train_step(
-                    inputs if needs_inputs else None, targets if needs_targets else None
-                )
-            )
+            mine = part(inputs, pipeline) if pipeline.is_first_stage else None
+            wanted = part(targets, pipeline) if pipeline.is_last_stage else None
+            results.append(pipeline.train_step(mine, wanted))
+        if case.dp > 1:
+            pipeline.check_replicas()
         state = pipeline.full_state_dict()
         losses = [float(result.loss) for result in results]
-        evaluated = pipeline.evaluate(*case.data()[0])
+        inputs, targets = case.data()[0]
+        evaluated = pipeline.evaluate(part(inputs, pipeline), part(targets, pipeline))
         timeline = pipeline.timeline()
         if state is not None and timeline is not None:
             outcomes[name] = {
@@ -43,14 +50,16 @@ def main(out: str) -> None:
                 "losses": losses,
                 "evaluated": evaluated,
                 "ranks": timeline.ranks,
+                "norms": [r.grad_norm for r in results],
                 "metrics": [len(r.stage_metrics() or ()) for r in results],
             }
-        else:
+        elif pipeline.stage > 0:
             assert results[0].stage_metrics() is None
+        pipeline.close()
     if outcomes:
         torch.save(outcomes, out)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,0 +1,153 @@
+"""`Collective`: a group of ranks that add or gather together: threads, or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Barrier, BrokenBarrierError
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twobw.runtime.transport import TransportError
+
+Operation = Literal["sum", "max", "min"]
+
+
+class Collective(Protocol):
+    """A group of ranks. Every member makes the same calls in the same order, one at a time."""
+
+    size: int
+    index: int
+
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """Make ``tensor``, in place, the sum (or other) over all members: the same bits for all."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every member's ``tensor``, all of one shape and dtype, in the members' order."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Make ``tensor``, in place, that of member ``source``."""
+        ...
+
+    def fail(self) -> None:
+        """Wake the members that wait, where they cannot see this one's failure themselves."""
+        ...
+
+
+class Alone:
+    """The group of one rank."""
+
+    size = 1
+    index = 0
+
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """See `Collective`."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `Collective`."""
+        return [tensor]
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """See `Collective`."""
+
+    def fail(self) -> None:
+        """See `Collective`."""
+
+
+class DistributedCollective:
+    """A process group of torch.distributed; its time-out applies."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size = dist.get_world_size(group)
+        self.index = dist.get_rank(group)
+
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """See `Collective`."""
+        kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        dist.all_reduce(tensor, kinds[operation], self._group)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `Collective`."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, self._group)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """See `Collective`."""
+        dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def fail(self) -> None:
+        """Nothing to do: when this rank ends, the others see the connection close."""
+
+
+class ThreadMeeting:
+    """Where the members of a group of threads meet."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self._barrier = Barrier(size, timeout=timeout)
+        self._given: list[Tensor | None] = [None] * size
+
+    def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:
+        """Copies of what every member gave, in the members' order.
+
+        Raises:
+            TransportError: a member has failed or did not come in time.
+        """
+        try:
+            self._given[index] = tensor
+            self._barrier.wait()
+            copies = [given.clone() for given in self._given if given is not None]
+            self._barrier.wait()
+        except BrokenBarrierError:
+            raise TransportError("a member of this stage's group has failed or is late") from None
+        return copies
+
+    def fail(self) -> None:
+        """Wake the others."""
+        self._barrier.abort()
+
+
+class ThreadCollective:
+    """One thread's membership in a `ThreadMeeting`."""
+
+    def __init__(self, meeting: ThreadMeeting, index: int) -> None:
+        self._meeting = meeting
+        self.size = meeting.size
+        self.index = index
+
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        """See `Collective`."""
+        first, *others = self._meeting.exchange(self.index, tensor)
+        for other in others:
+            if operation == "sum":
+                first.add_(other)
+            else:
+                limit = torch.maximum if operation == "max" else torch.minimum
+                first = limit(first, other)
+        tensor.copy_(first)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `Collective`."""
+        return self._meeting.exchange(self.index, tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """See `Collective`."""
+        tensor.copy_(self._meeting.exchange(self.index, tensor)[source])
+
+    def fail(self) -> None:
+        """See `Collective`."""
+        self._meeting.fail()
+
+
+def same_everywhere(group: Collective, numbers: Sequence[int]) -> bool:
+    """Whether all members gave the same integers."""
+    lowest, highest = torch.tensor(numbers), torch.tensor(numbers)
+    group.all_reduce(lowest, "min")
+    group.all_reduce(highest, "max")
+    return torch.equal(lowest, highest)

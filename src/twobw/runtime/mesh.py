@@ -1,0 +1,171 @@
+"""`Mesh`: where one rank stands among stages and replicas, and what it talks through.
+
+A thin layer on torch's DeviceMesh; or, where stages are threads, the same among threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from twobw.runtime.collectives import (
+    Alone,
+    Collective,
+    DistributedCollective,
+    ThreadCollective,
+    ThreadMeeting,
+)
+from twobw.runtime.distributed import DistributedTransport
+from twobw.runtime.transport import ThreadHub, ThreadTransport, Transport
+
+StageSet = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """One rank's place.
+
+    Attributes:
+        pp: number of stages.
+        dp: number of replicas of each.
+        stage: this rank's.
+        replica: this rank's.
+        transport: to the other stages of this pipeline.
+        replica_transport: to the other replicas of this stage.
+        replicas: the ranks of this stage; used by the reduction's thread only.
+        stages: the ranks of this pipeline; likewise.
+        ties: for each set of stages that share a parameter, their ranks in this pipeline, where
+            this stage is one of them; likewise.
+        shards: the ranks of this stage once more, for the thread that updates.
+    """
+
+    pp: int
+    dp: int
+    stage: int
+    replica: int
+    transport: Transport
+    replica_transport: Transport
+    replicas: Collective
+    stages: Collective
+    ties: dict[StageSet, Collective]
+    shards: Collective
+
+    @property
+    def rank(self) -> int:
+        """Global rank: replicas of a stage are neighbours."""
+        return self.stage * self.dp + self.replica
+
+    def fail(self, reason: str) -> None:
+        """Let the other ranks know that this one has failed."""
+        self.transport.fail(reason)
+        self.replica_transport.fail(reason)
+        for group in (self.replicas, self.stages, self.shards, *self.ties.values()):
+            group.fail()
+
+
+def distributed_mesh(
+    pp: int, dp: int, tie_sets: Sequence[StageSet], device: torch.device, timeout: float
+) -> Mesh:
+    """This process's place in the default process group, of ``pp * dp`` ranks.
+
+    Called by all its ranks, with the same arguments.
+    """
+    mesh = init_device_mesh(device.type, (pp, dp), mesh_dim_names=("pp", "dp"))
+    stage, replica = mesh.get_coordinate() or (0, 0)  # every rank has one
+    pipelines = [[s * dp + r for s in range(pp)] for r in range(dp)]
+    replicas = [[s * dp + r for r in range(dp)] for s in range(pp)]
+    ties: dict[StageSet, Collective] = {}
+    for stages in tie_sets:
+        group, _ = dist.new_subgroups_by_enumeration(
+            [[pipeline[s] for s in sorted(stages)] for pipeline in pipelines]
+        )
+        if stage in stages and group is not None:
+            ties[stages] = DistributedCollective(group)
+    shards, _ = dist.new_subgroups_by_enumeration(replicas)
+    control_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
+    edges: dict[tuple[int, int], dist.ProcessGroup] = {}
+    if device.type == "cuda":
+        edges = _edge_groups(pipelines, replica)
+    return Mesh(
+        pp,
+        dp,
+        stage,
+        replica,
+        DistributedTransport(
+            pipelines[replica],
+            stage,
+            device=device,
+            groups=edges,
+            control_group=control_group,
+            timeout=timeout,
+        ),
+        DistributedTransport(
+            replicas[stage],
+            replica,
+            device=torch.device("cpu"),
+            groups={},
+            control_group=control_group,
+            timeout=timeout,
+        ),
+        DistributedCollective(mesh.get_group("dp")),
+        DistributedCollective(mesh.get_group("pp")),
+        ties,
+        DistributedCollective(shards),
+    )
+
+
+def thread_meshes(pp: int, dp: int, tie_sets: Sequence[StageSet], timeout: float) -> list[Mesh]:
+    """The places of ``pp * dp`` threads of this process, by rank."""
+    hubs = [ThreadHub(pp) for _ in range(dp)]
+    replica_hubs = [ThreadHub(dp) for _ in range(pp)]
+    pipelines = [ThreadMeeting(pp, timeout) for _ in range(dp)]
+    replicas = [ThreadMeeting(dp, timeout) for _ in range(pp)]
+    shards = [ThreadMeeting(dp, timeout) for _ in range(pp)]
+    ties = {
+        (stages, replica): ThreadMeeting(len(stages), timeout)
+        for stages in tie_sets
+        for replica in range(dp)
+    }
+    return [
+        Mesh(
+            pp,
+            dp,
+            stage,
+            replica,
+            ThreadTransport(hubs[replica], stage, timeout),
+            ThreadTransport(replica_hubs[stage], replica, timeout),
+            _membership(replicas[stage], replica),
+            _membership(pipelines[replica], stage),
+            {
+                stages: _membership(ties[stages, replica], sorted(stages).index(stage))
+                for stages in tie_sets
+                if stage in stages
+            },
+            _membership(shards[stage], replica),
+        )
+        for stage in range(pp)
+        for replica in range(dp)
+    ]
+
+
+def _membership(meeting: ThreadMeeting, index: int) -> Collective:
+    return Alone() if meeting.size == 1 else ThreadCollective(meeting, index)
+
+
+def _edge_groups(
+    pipelines: Sequence[Sequence[int]], replica: int
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A communicator for each directed edge of this pipeline; made by all ranks, for all."""
+    groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+    for number, pipeline in enumerate(pipelines):
+        for a, b in pairwise(range(len(pipeline))):
+            for source, target in ((a, b), (b, a)):
+                group = dist.new_group([pipeline[source], pipeline[target]])
+                if number == replica:
+                    groups[source, target] = group
+    return groups

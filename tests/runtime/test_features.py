@@ -1,0 +1,430 @@
+"""Replicas, recompute, precision, clipping, ties and switching, beside the plain references."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import twobw
+from tests.runtime.reference import train
+
+SEED = 7
+DELAY = {"2bw": 1, "1f1b": 0, "gpipe": 0, "no-pipeline": 0}
+
+
+def adamw(named: list) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=0.01)
+
+
+def build(*, tied: bool = False) -> nn.Sequential:
+    """Layers with buffers, dropout, norms, one that works in place, one without parameters."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(inplace=True),
+        nn.Sequential(nn.Dropout(0.2), nn.LayerNorm(8), nn.Linear(8, 8)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+        nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 1)),
+    )
+    if tied:
+        model[5][1].weight = model[3][2].weight
+    return model
+
+
+def without_buffers() -> nn.Sequential:
+    return nn.Sequential(*(layer for i, layer in enumerate(build()) if i not in (1, 4)))
+
+
+def build_data(num_samples: int = 13, num_batches: int = 5) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(num_samples, 6, generator=generator) for _ in range(num_batches)]
+    return [(x, x.sum(dim=1, keepdim=True).tanh()) for x in inputs]
+
+
+def run(model: nn.Sequential, data, schedule="2bw", m=2, pp=2, **options):
+    """State, losses and gradient norms of a pipeline of threads."""
+    options = {"optimizer": adamw, "seed": SEED, "timeout": 30} | options
+    optimizer = options.pop("optimizer")
+    layers = list(copy.deepcopy(model))
+    with twobw.Pipeline(layers, nn.MSELoss(), optimizer, schedule, m, pp=pp, **options) as pipeline:
+        results = [pipeline.train_step(*pair) for pair in data]
+        state = pipeline.full_state_dict()
+        if options.get("dp", 1) > 1:
+            pipeline.check_replicas()
+    return state, [float(r.loss) for r in results], [r.grad_norm for r in results]
+
+
+def assert_equal(state: dict, expected: dict, **tolerance: float) -> None:
+    """To the bit, unless a tolerance is given."""
+    assert list(state) == list(expected)
+    for name, tensor in expected.items():
+        assert tensor.isfinite().all()
+        close = tolerance or {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(state[name], tensor, **close, msg=partial("{}: {}".format, name))
+
+
+# Summed over replicas, or over copies of a tied weight, gradients are added in another order than
+# in one process. AdamW divides by the root of a mean square, so that where a gradient is near zero
+# its sign decides; hence SGD with momentum where a tolerance is needed.
+SUMMATION = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def momentum(named: list) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.02, momentum=0.9)
+
+
+class TestRecompute:
+    @pytest.mark.parametrize("recompute", ["layer", "stage", "attention"])
+    @pytest.mark.parametrize(("schedule", "pp"), [("2bw", 3), ("1f1b", 2), ("gpipe", 3)])
+    def test_changes_nothing(self, recompute: str, schedule: str, pp: int) -> None:
+        model = build()
+        state, losses, _ = run(model, build_data(), schedule, pp=pp, recompute=recompute)
+        expected = train(model, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=DELAY[schedule])
+        assert_equal(state, model.state_dict())
+        assert losses == expected
+
+    @pytest.mark.parametrize("recompute", ["layer", "stage"])
+    def test_several_outputs(self, recompute: str) -> None:
+        class Fork(nn.Module):
+            def forward(self, x: Tensor):
+                return x * 2, (x > 0), x.detach(), None
+
+        class Join(nn.Module):
+            def forward(self, parts):
+                return parts[0] * parts[1] + parts[2]
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), Fork(), Join(), nn.Linear(4, 1))
+        state, losses, _ = run(model, build_data(), split=[2, 2], recompute=recompute)
+        expected = train(model, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=1)
+        assert_equal(state, model.state_dict())
+        assert losses == expected
+
+    def test_attention_is_run_again_with_the_same_dropout(self) -> None:
+        class Block(nn.Module):
+            calls = 0
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.attention = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True)
+                self.attention.register_forward_pre_hook(lambda *_: None)
+
+            def forward(self, x: Tensor) -> Tensor:
+                rows = x[:, None]
+                return x + self.attention(rows, rows, rows, need_weights=False)[0][:, 0]
+
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block(), nn.Linear(6, 1))
+        state, losses, _ = run(model, build_data(), recompute="attention")
+        expected = train(model, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=1)
+        assert_equal(state, model.state_dict())
+        assert losses == expected
+
+    @pytest.mark.parametrize(("recompute", "calls"), [("none", 1), ("layer", 2), ("stage", 2)])
+    def test_layers_are_run_as_often_as_said(self, recompute: str, calls: int) -> None:
+        class Counts(nn.Linear):
+            calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                Counts.calls += 1
+                return super().forward(x)
+
+        model = nn.Sequential(Counts(6, 6), nn.Linear(6, 1))
+        run(model, build_data(num_batches=3), recompute=recompute)
+        assert Counts.calls == 3 * 2 * calls
+
+
+class TestClipping:
+    @pytest.mark.parametrize(("schedule", "pp"), [*itertools.product(DELAY, [1, 2, 3])])
+    @pytest.mark.filterwarnings("ignore:2bw with")
+    def test_equals_clip_grad_norm_on_the_unsplit_model(self, schedule: str, pp: int) -> None:
+        model, expected_norms = build(), []
+        state, losses, norms = run(model, build_data(), schedule, m=3, pp=pp, max_grad_norm=0.3)
+        expected = train(
+            model,
+            nn.MSELoss(),
+            adamw,
+            build_data(),
+            3,
+            SEED,
+            delay=DELAY[schedule],
+            max_grad_norm=0.3,
+            norms=expected_norms,
+        )
+        assert_equal(state, model.state_dict())
+        assert losses == expected
+        assert norms == expected_norms
+        assert max(norms) > 0.3  # something was clipped
+
+    @pytest.mark.parametrize("overlap_reduce", [True, False])
+    def test_with_and_without_overlap(self, overlap_reduce: bool) -> None:
+        model = build()
+        data = build_data()
+        state, _, _ = run(model, data, max_grad_norm=0.3, overlap_reduce=overlap_reduce)
+        train(model, nn.MSELoss(), adamw, data, 2, SEED, delay=1, max_grad_norm=0.3)
+        assert_equal(state, model.state_dict())
+
+
+class TestTies:
+    @pytest.mark.parametrize(("schedule", "pp"), [*itertools.product(DELAY, [1, 2, 3])])
+    @pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+    @pytest.mark.filterwarnings("ignore:2bw with")
+    def test_equal_the_unsplit_model(
+        self, schedule: str, pp: int, max_grad_norm: float | None
+    ) -> None:
+        model = build(tied=True)
+        data = build_data()
+        options = {"optimizer": momentum, "max_grad_norm": max_grad_norm}
+        state, losses, _ = run(model, data, schedule, pp=pp, **options)
+        expected = train(
+            model,
+            nn.MSELoss(),
+            momentum,
+            data,
+            2,
+            SEED,
+            delay=DELAY[schedule],
+            max_grad_norm=max_grad_norm,
+        )
+        assert state["3.2.weight"] is state["5.1.weight"] or pp == 1
+        assert_equal(state, model.state_dict(), **SUMMATION)
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+    def test_copies_stay_equal_to_the_bit(self) -> None:
+        model = build(tied=True)
+        layers = list(model)
+        with twobw.Pipeline(layers, nn.MSELoss(), adamw, "2bw", 2, pp=3, timeout=30) as pipeline:
+            for pair in build_data(num_batches=8):
+                pipeline.train_step(*pair)
+            pipeline.full_state_dict()
+            copies = [
+                dict(rank._weights.optimizer_parameters()).get(name)
+                for rank in pipeline._ranks
+                for name in ("3.2.weight", "5.1.weight")
+            ]
+        first, second = (tensor for tensor in copies if tensor is not None)
+        assert first is not second
+        assert torch.equal(first, second)
+
+
+class TestReplicas:
+    @pytest.mark.parametrize(
+        ("schedule", "pp", "dp"),
+        [
+            *[(name, *size) for name in DELAY for size in [(1, 2), (2, 2), (2, 3), (3, 2)]],
+            ("weight-stashing", 1, 2),  # at one stage, plain training by microbatch
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore:2bw with")
+    def test_equal_one_process_with_all_microbatches(self, schedule: str, pp: int, dp: int) -> None:
+        model = nn.Sequential(*(layer for i, layer in enumerate(build()) if i != 1))
+        data = build_data(num_samples=2 * dp * 2 + 1)  # uneven: one replica has a sample more
+        m = 1 if schedule == "weight-stashing" else 2
+        state, losses, _ = run(model, data, schedule, m=m, pp=pp, dp=dp, optimizer=momentum)
+        delay = DELAY.get(schedule, 0)
+        expected = train(model, nn.MSELoss(), momentum, data, m * dp, SEED, delay=delay)
+        parameters = dict(model.named_parameters())
+        assert_equal({name: state[name] for name in parameters}, parameters, **SUMMATION)
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+    @pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_sharded_optimizer_state_changes_nothing(
+        self, max_grad_norm: float | None, precision: str
+    ) -> None:
+        options = {"max_grad_norm": max_grad_norm, "precision": precision, "dp": 2}
+        held: list[int] = []
+
+        def counting(named: list) -> torch.optim.Optimizer:
+            held.append(sum(p.numel() for _, p in named))
+            return adamw(named)
+
+        data = build_data(num_samples=8)
+        whole, losses, _ = run(build(), data, optimizer=counting, **options)
+        whole_held, held[:] = sum(held), []
+        state, shard_losses, _ = run(
+            build(), data, optimizer=counting, shard_optimizer=True, **options
+        )
+        assert_equal(state, whole)
+        assert losses == shard_losses
+        assert sum(held) == whole_held / 2
+        assert max(held) < 0.7 * whole_held / 2
+
+    def test_ignored_targets_falling_unevenly(self) -> None:
+        """The mean is over the targets that count, of all replicas."""
+
+        def sum_and_weight(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            loss = nn.functional.cross_entropy(output, target, reduction="sum")
+            return loss, (target != -100).sum()
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        inputs = build_data(num_samples=9)[0][0]
+        targets = torch.tensor([0, -100, -100, -100, -100, 2, 1, 0, 1])
+        layers = list(copy.deepcopy(model))
+        with twobw.Pipeline(
+            layers, sum_and_weight, momentum, "1f1b", 2, pp=2, dp=2, timeout=30
+        ) as pipeline:
+            result = pipeline.train_step(inputs, targets)
+            state = pipeline.full_state_dict()
+        optimizer = momentum(list(model.named_parameters()))
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        assert float(result.loss) == pytest.approx(loss.item(), rel=1e-6)
+        assert_equal(state, model.state_dict(), **SUMMATION)
+
+    def test_a_parameter_that_no_replica_uses_has_no_gradient(self) -> None:
+        class Skips(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.used, self.unused = nn.Linear(6, 1), nn.Linear(6, 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.used(x)
+
+        model = nn.Sequential(nn.Linear(6, 6), Skips())
+        state, _, _ = run(model, build_data(), dp=2)
+        assert torch.equal(state["1.unused.weight"], model[1].unused.weight)  # no weight decay
+
+    def test_replicas_that_differ_are_found(self) -> None:
+        layers = list(build())
+        with twobw.Pipeline(
+            layers, nn.MSELoss(), adamw, "1f1b", 2, pp=2, dp=2, timeout=30
+        ) as pipeline:
+            pipeline.train_step(*build_data()[0])
+            pipeline.check_replicas()
+            parameters = pipeline._ranks[3]._weights.optimizer_parameters()
+            parameters[0][1].data[0] += 1e-3
+            with pytest.raises(RuntimeError, match="replicas of stage 1 have different weights"):
+                pipeline.check_replicas()
+
+
+class TestPrecision:
+    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+    @pytest.mark.parametrize(
+        ("schedule", "pp"), [("2bw", 2), ("2bw", 3), ("1f1b", 2), ("gpipe", 3)]
+    )
+    @pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+    def test_equals_the_reference(
+        self, precision: str, schedule: str, pp: int, max_grad_norm: float | None
+    ) -> None:
+        """Bit for bit, also through fp16's overflows, which the targets provoke."""
+        model = without_buffers()
+        scale = 12.0 if precision == "fp16" else 1.0
+        data = [(x, y * scale) for x, y in build_data(num_batches=7)]
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        options = {"precision": precision, "max_grad_norm": max_grad_norm}
+        state, losses, norms = run(model, data, schedule, pp=pp, **options)
+        expected = train(
+            model,
+            nn.MSELoss(),
+            adamw,
+            data,
+            2,
+            SEED,
+            delay=DELAY[schedule],
+            dtype=dtype,
+            max_grad_norm=max_grad_norm,
+        )
+        assert_equal(state, model.state_dict())
+        assert losses == expected
+        if precision == "fp16" and max_grad_norm is not None:
+            assert None in norms  # an update was skipped
+            assert norms[-1] is not None  # and not all
+
+    def test_weights_are_kept_in_two_16_bit_copies_and_fp32_main_weights(self) -> None:
+        with twobw.Pipeline(
+            list(without_buffers()),
+            nn.MSELoss(),
+            adamw,
+            "2bw",
+            2,
+            pp=2,
+            precision="bf16",
+            timeout=30,
+        ) as pipeline:
+            pipeline.train_step(*build_data()[0])
+            pipeline.drain()
+            weights = pipeline._ranks[0]._weights
+            dtypes = [{p.dtype for p in slot} for slot in weights._slots]
+            assert dtypes == [{torch.bfloat16}, {torch.bfloat16}]
+            assert {p.dtype for _, p in weights.optimizer_parameters()} == {torch.float32}
+            state = pipeline.full_state_dict()
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+    def test_batch_norm_keeps_fp32(self) -> None:
+        state, losses, _ = run(build(), build_data(), precision="bf16")
+        assert state["1.running_mean"].dtype == torch.float32
+        assert all(loss == loss for loss in losses)
+
+
+class TestSwitching:
+    NAMES = ("2bw", "1f1b", "gpipe", "no-pipeline", "weight-stashing")
+
+    @pytest.mark.parametrize(("first", "second"), [*itertools.permutations(NAMES, 2)])
+    @pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+    def test_equals_a_new_pipeline_from_there(
+        self, first: str, second: str, max_grad_norm: float | None
+    ) -> None:
+        """Of SGD without momentum, which has no state to carry over."""
+
+        def sgd(named: list) -> torch.optim.Optimizer:
+            return torch.optim.SGD(named, lr=0.02)
+
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1)]
+        options = {"pp": 2, "timeout": 30, "max_grad_norm": max_grad_norm}
+        data = build_data(num_batches=6)
+        with twobw.Pipeline(
+            copy.deepcopy(layers), nn.MSELoss(), sgd, first, 2, **options
+        ) as pipeline:
+            for pair in data[:3]:
+                pipeline.train_step(*pair)
+            middle = pipeline.full_state_dict()
+            pipeline.set_schedule(second, 3)
+            results = [pipeline.train_step(*pair) for pair in data[3:]]
+            state = pipeline.full_state_dict()
+            assert [r.batch for r in results] == [3, 4, 5]
+        nn.Sequential(*layers).load_state_dict(middle)
+        with twobw.Pipeline(layers, nn.MSELoss(), sgd, second, 3, **options) as pipeline:
+            for pair in data[3:]:
+                pipeline.train_step(*pair)
+            assert_equal(state, pipeline.full_state_dict())
+
+    def test_optimizer_state_is_carried_over(self) -> None:
+        model, data = build(), build_data(num_batches=6)
+        layers = list(copy.deepcopy(model))
+        with twobw.Pipeline(layers, nn.MSELoss(), adamw, "1f1b", 2, pp=2, seed=SEED) as pipeline:
+            for pair in data[:3]:
+                pipeline.train_step(*pair)
+            pipeline.set_schedule("gpipe")
+            for pair in data[3:]:
+                pipeline.train_step(*pair)
+            state = pipeline.full_state_dict()
+        train(model, nn.MSELoss(), adamw, data, 2, SEED, delay=0)
+        assert_equal(state, model.state_dict())
+
+    def test_a_schedule_that_does_not_fit_leaves_the_old_one(self) -> None:
+        with twobw.Pipeline(list(build()), nn.MSELoss(), adamw, "1f1b", 2, pp=2) as pipeline:
+            with pytest.raises(ValueError, match="did you mean"):
+                pipeline.set_schedule("2bx")
+            assert pipeline.schedule == "1f1b"
+
+
+def test_forward_gives_the_outputs_of_the_whole_batch() -> None:
+    layers = list(without_buffers())
+    inputs, targets = build_data()[0]
+    with twobw.Pipeline(layers, nn.MSELoss(), adamw, "2bw", 2, pp=2, dp=2, timeout=30) as pipeline:
+        pipeline.train_step(inputs, targets)
+        outputs = pipeline.forward(inputs, num_microbatches=3)
+        state = pipeline.full_state_dict()
+    model = without_buffers()
+    model.load_state_dict(state)
+    torch.testing.assert_close(outputs, model.eval()(inputs))
