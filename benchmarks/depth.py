@@ -2,7 +2,8 @@
 
 Sleeping takes no processor, so 16 stages (processes) fit two cores: what is measured is the
 schedule and the runtime, not arithmetic. A layer sleeps `--forward` ms in its forward and twice
-that in its backward; tensors are tiny; m = 2p.
+that in its backward; tensors are tiny; m = 2p. The default is long, so that what is not sleep, some
+milliseconds of waking, of Python and of gloo for each microbatch, is small beside it.
 
 - A rank's busy fraction is its time in F, B and UPDATE, waits excluded, from the measured timeline.
   The window is whole batches in steady state: from the start of batch 2's first forward to that of
@@ -223,6 +224,7 @@ def evaluate(timeline: Timeline, num_batches: int) -> Outcome:
 def main() -> None:
     """Measure, print, write."""
     options = parse()
+    harness.warn_if_busy()
     rows, targets, results = [], [], []
     for num_stages in options.stages:
         for run in runs_of(num_stages, options):
@@ -249,9 +251,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--stages", type=int, nargs="+", default=[8, 16], metavar="P")
-    add("--forward", type=float, default=30.0, metavar="MS", help="a stage's forward (default 30)")
+    add("--forward", type=float, default=40.0, metavar="MS", help="a stage's forward (default 40)")
     add("--delay", type=float, default=0.1, help="of a transfer, as a share of f + b (default 0.1)")
-    add("--batches", type=int, default=6, help="trained in each run (default 6)")
+    add("--batches", type=int, default=5, help="trained in each run (default 5)")
     add("--json", type=Path, metavar="FILE", help="default: out/depth.json beside this file")
     options = parser.parse_args()
     if options.batches < FIRST_BATCH + 2:
