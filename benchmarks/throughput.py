@@ -39,7 +39,7 @@ def main() -> None:
     names = list(CONTESTANTS)
     if importlib.util.find_spec("deepspeed") is None:
         names.remove("DeepSpeed")
-        CONSOLE.print("DeepSpeed is skipped: not installed (pip install 'twobw[bench]')")
+        CONSOLE.print("DeepSpeed is skipped: the bench extra is not installed")
     results, targets = {}, []
     for num_microbatches in options.microbatches:
         result = measure(names, num_microbatches, options)
