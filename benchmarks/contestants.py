@@ -36,14 +36,16 @@ class SupportsFloat(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """What one process did: the time between the ends of two batches, and each batch's loss.
+    """What one process did in a turn.
 
     Attributes:
         seconds: from the end of the last untimed batch to the end of the last timed one.
+        cpu_seconds: processor time of the whole turn.
         losses: of all the turn's batches; empty where they are not known.
     """
 
     seconds: float
+    cpu_seconds: float
     losses: list[float]
 
 
@@ -73,12 +75,14 @@ class Contestant:
 
     def turn(self, num_untimed: int, num_timed: int) -> Turn:
         """Train ``num_untimed`` batches, then ``num_timed`` by the clock, without a drain."""
+        cpu_start = time.process_time()
         losses = [self._next() for _ in range(num_untimed)]
         start = time.perf_counter()
         losses += [self._next() for _ in range(num_timed)]
         seconds = time.perf_counter() - start
         self.finish()
-        return Turn(seconds, [float(loss) for loss in losses if loss is not None])
+        known = [float(loss) for loss in losses if loss is not None]
+        return Turn(seconds, time.process_time() - cpu_start, known)
 
     def finish(self) -> None:
         """After the last timed batch."""

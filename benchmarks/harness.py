@@ -256,6 +256,17 @@ def _machine() -> dict[str, object]:
 MACHINE = _machine()
 
 
+def machine_cpu_seconds() -> float | None:
+    """Processor time that all cores together did not idle since boot, stolen time included;
+    ``None`` where the system does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    ticks = [int(number) for number in stat.read_text().splitlines()[0].split()[1:9]]
+    idle, waiting_for_disk = ticks[3:5]
+    return (sum(ticks) - idle - waiting_for_disk) / os.sysconf("SC_CLK_TCK")
+
+
 def warn_if_busy() -> None:
     """Say so if other work on this machine will show in the numbers."""
     load = float(str(MACHINE["load_average_at_start"]))

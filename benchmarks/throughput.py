@@ -8,7 +8,9 @@ Every contestant's processes are started once and wait on a pipe while others wo
 each a turn, in an order that rotates; a turn trains a few batches untimed, then some by the clock.
 The clock starts and stops at the same point of a batch and nothing is drained in between for its
 sake, so exactly the timed batches' forwards, backwards and updates lie between. Of a contestant's
-processes the slowest counts. Ratios are taken within a round, and medians over the rounds.
+processes the mean counts. Ratios are taken within a round, and medians over the rounds. What
+else ran on the machine meanwhile is printed beside them ("others", in cores): numbers are worth
+something only where that is near zero.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import multiprocessing
+import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import contestants
@@ -55,7 +58,11 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--microbatches", type=int, nargs="+", default=[2, 4, 8], metavar="M", help="a batch")
     add("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
-    add("--batches", type=int, help="timed batches a turn (default: 12 microbatches' worth)")
+    add(
+        "--batches",
+        type=int,
+        help="timed batches a turn (default: 12 microbatches' worth, at least 2)",
+    )
     add("--json", type=Path, metavar="FILE", help="default: out/throughput.json beside this file")
     add("--quick", action="store_true", help="2 rounds of short turns: does it run?")
     options = parser.parse_args()
@@ -70,15 +77,17 @@ def measure(names: list[str], num_microbatches: int, options: argparse.Namespace
     num_untimed = max(1, 4 // num_microbatches)
     tokens = num_timed * num_microbatches * MICROBATCH_SIZE * MODEL.sequence_length
     speeds: dict[str, list[float]] = {name: [] for name in names}
+    others: dict[str, list[float | None]] = {name: [] for name in names}
     teams = start(names, num_microbatches)
     try:
-        first = {name: turns_of(team, 0, NUM_COMPARED) for name, team in teams.items()}
+        first = {name: turns_of(team, 0, NUM_COMPARED)[0] for name, team in teams.items()}
         losses = {name: turns[-1].losses for name, turns in first.items()}
         check_losses(losses)
         for round_ in range(options.rounds):
             shift = round_ % len(names)
             for name in names[shift:] + names[:shift]:
-                turns = turns_of(teams[name], num_untimed, num_timed)
+                turns, other_cores = turns_of(teams[name], num_untimed, num_timed)
+                others[name].append(other_cores)
                 speeds[name].append(tokens_per_second(name, tokens, turns))
             CONSOLE.print(f"m = {num_microbatches}: round {round_ + 1} of {options.rounds}")
     finally:
@@ -88,7 +97,10 @@ def measure(names: list[str], num_microbatches: int, options: argparse.Namespace
         "num_microbatches": num_microbatches,
         "timed_batches_a_turn": num_timed,
         "untimed_batches_a_turn": num_untimed,
-        "contestants": {name: summary(name, speeds, losses) for name in names},
+        "contestants": {
+            name: {**summary(name, speeds, losses), "other_cores_by_round": others[name]}
+            for name in names
+        },
     }
 
 
@@ -107,16 +119,26 @@ def start(names: list[str], num_microbatches: int) -> dict[str, Team]:
     return teams
 
 
-def turns_of(team: Team, num_untimed: int, num_timed: int) -> list[Turn]:
-    """One turn of a team, by rank."""
-    return team.call("turn", num_untimed, num_timed)
+def turns_of(team: Team, num_untimed: int, num_timed: int) -> tuple[list[Turn], float | None]:
+    """One turn of a team, by rank; and how many cores' time others took meanwhile, if known."""
+    wall, before = time.perf_counter(), harness.machine_cpu_seconds()
+    turns: list[Turn] = team.call("turn", num_untimed, num_timed)
+    wall, after = time.perf_counter() - wall, harness.machine_cpu_seconds()
+    if before is None or after is None:
+        return turns, None
+    others = after - before - sum(turn.cpu_seconds for turn in turns)
+    return turns, max(0.0, others) / wall
 
 
 def tokens_per_second(name: str, tokens: int, turns: list[Turn]) -> float:
-    """Speed of a team: its slowest process, or for the ideal the sum."""
+    """Speed of a team by its mean process, or for the ideal the sum.
+
+    The slowest would not do: a stage may begin its window some milliseconds ahead of where it ends
+    it, and the other then the reverse; the most of the two would add that to every window.
+    """
     if name == IDEAL:
         return sum(tokens / turn.seconds for turn in turns)
-    return tokens / max(turn.seconds for turn in turns)
+    return tokens / mean(turn.seconds for turn in turns)
 
 
 def check_losses(losses: dict[str, list[float]]) -> None:
@@ -160,6 +182,7 @@ def show(result: dict[str, Any], num_microbatches: int) -> None:
     rows = []
     for name, values in result["contestants"].items():
         of_ideal, losses = values["of_ideal"], values["loss_of_first_turn"]
+        others = [cores for cores in values["other_cores_by_round"] if cores is not None]
         rows.append(
             [
                 name if name.startswith(("torch", "Deep", IDEAL)) else f"twobw {name}",
@@ -169,11 +192,12 @@ def show(result: dict[str, Any], num_microbatches: int) -> None:
                 f"{values['over_torch_1f1b']['median']:.3f}",
                 f"{losses[0]:.4f}",
                 f"{losses[-1]:.4f}",
+                f"{max(others):.2f}" if others else "",
             ]
         )
     num_batches = len(losses)
     columns = ["", "tokens/s", "of ideal", "over rounds", "x torch 1F1B", "loss, batch 0"]
-    columns.append(f"batch {num_batches - 1}")
+    columns += [f"batch {num_batches - 1}", "others, most"]
     harness.print_table(f"m = {num_microbatches} microbatches a batch", columns, rows)
 
 
