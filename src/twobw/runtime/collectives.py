@@ -59,23 +59,33 @@ class Alone:
 
 
 class DistributedCollective:
-    """A process group of torch.distributed; its time-out applies."""
+    """A process group of torch.distributed; its time-out applies.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: the process group.
+        device: what it works on; tensors that are elsewhere (a flag, a norm) go there and back.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
+        self._device = device
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """See `Collective`."""
         kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        dist.all_reduce(tensor, kinds[operation], self._group)
+        here = tensor.to(self._device)
+        dist.all_reduce(here, kinds[operation], self._group)
+        if here is not tensor:
+            tensor.copy_(here)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See `Collective`."""
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor, self._group)
-        return gathered
+        here = tensor.to(self._device)
+        gathered = [torch.empty_like(here) for _ in range(self.size)]
+        dist.all_gather(gathered, here, self._group)
+        return [each.to(tensor.device) for each in gathered]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """See `Collective`."""

@@ -156,7 +156,9 @@ class DistributedTransport:
             TransportError: the peer is gone or silent.
         """
         try:
-            done = work.wait(timedelta(seconds=self._timeout))
+            # NCCL, given a limit, would block the host rather than the stream; its watchdog has one
+            is_nccl = self._device.type == "cuda" and bool(self._groups)
+            done = work.wait() if is_nccl else work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise self._lost(peer, channel, error) from error
         assert done, "a work that is waited for is done, or raises"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from twobw.core.ops import Op, OpKind
 from twobw.runtime.batch import Batch
 from twobw.runtime.mesh import Mesh
-from twobw.runtime.messages import Message, Value
+from twobw.runtime.messages import Message, Value, map_value
 from twobw.runtime.optimization import Optimization
 from twobw.runtime.precision import LossScaler, cast
 from twobw.runtime.recorder import Recorder
@@ -26,8 +25,6 @@ from twobw.runtime.weights import VersionedWeights
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 """``(output, target)`` -> mean over the microbatch, or ``(sum, weight)``."""
 
-Result = TypeVar("Result")
-
 
 class Executor:
     """Carries out the ops of one rank.
@@ -38,6 +35,7 @@ class Executor:
         weights: their versions.
         reduction: what gradients go through before an update.
         optimization: what an update does.
+        device: where batches go; ``None``: they stay where they are.
         scaler: the loss scale, in fp16.
         loss_function: used on the last stage.
         recorder: notes what ran when.
@@ -55,6 +53,7 @@ class Executor:
         weights: VersionedWeights,
         reduction: Reduction,
         optimization: Optimization,
+        device: torch.device | None,
         scaler: LossScaler | None,
         loss_function: LossFunction,
         recorder: Recorder,
@@ -62,6 +61,7 @@ class Executor:
         self.batches: dict[int, Batch] = {}
         self.microbatches_per_update = 1
         self._mesh = mesh
+        self._device = device
         self._is_last_stage = mesh.stage == mesh.pp - 1
         self._transport = mesh.transport
         self._stage = stage
@@ -96,7 +96,8 @@ class Executor:
                 if op.kind is OpKind.REDUCE:
                     self._reduce(op)  # records itself, from when it runs
                 else:
-                    self._timed(op, partial(self._handlers[op.kind], op))
+                    with self._recorder.timed(op):
+                        self._handlers[op.kind](op)
             except Exception as error:
                 error.add_note(
                     f"on stage {self._mesh.stage}, in {op.kind.name} of microbatch "
@@ -136,8 +137,14 @@ class Executor:
     def _input(self, batch: Batch, microbatch: int, place: int) -> Value | Message:
         if batch.inputs is None:
             return self._received.pop((Channel.ACTIVATION, microbatch))
-        value = batch.inputs[place]
+        value = self._moved(batch.inputs[place])
         return cast(value, self._weights.dtype) if self._weights.is_mixed else value
+
+    def _moved(self, value: Value) -> Value:
+        """Part of a batch where this stage computes; from pinned memory without blocking."""
+        if self._device is None:
+            return value
+        return map_value(partial(Tensor.to, device=self._device, non_blocking=True), value)
 
     def _end_forwards(self, batch: Batch) -> None:
         """On the last stage: let all stages know the loss, which all replicas have part in."""
@@ -149,7 +156,7 @@ class Executor:
                 self._transport.push(stage, Channel.LOSS, numbers)
             return numbers
 
-        if replicas.size == 1:
+        if replicas.size == 1 and self._reduction.device.type == "cpu":
             batch.note = Known(sum_up())
         else:
             batch.note = Promised(self._reduction.submit(sum_up))
@@ -161,7 +168,7 @@ class Executor:
         assert batch.targets is not None, "the last stage has targets"
         if self._weights.is_mixed:
             output = cast(output, torch.float32)
-        result = self._loss_function(output, batch.targets[place])
+        result = self._loss_function(output, self._moved(batch.targets[place]))
         loss, weight = result if isinstance(result, tuple) else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -211,17 +218,21 @@ class Executor:
         batch = self.batches[op.batch]
         gradients = self._gradients.pop(op.version)
         self._reductions[op.version] = self._reduction.submit(
-            lambda: self._timed(op, partial(self._reduced, op, batch, gradients))
+            partial(self._reduced, op, batch, gradients)
         )
 
     def _reduced(self, op: Op, batch: Batch, gradients: Gradients) -> Reduced:
+        with self._recorder.timed(op):
+            return self._reduction.reduce(gradients, self._divisor(op, batch))
+
+    def _divisor(self, op: Op, batch: Batch) -> float:
         if self.microbatches_per_update == 1:
             divisor = self._reduction.divisor(batch.sizes[op.microbatch % len(batch.sizes)])
         else:
             divisor = batch.divisor()
         if self._scaler is not None:
             divisor *= self._scaler.scale(batch.header.batch)
-        return self._reduction.reduce(gradients, divisor)
+        return divisor
 
     def _update(self, op: Op) -> None:
         batch = self.batches[op.batch]
@@ -236,9 +247,3 @@ class Executor:
                 self._scaler.end_batch(has_overflowed=reduced.has_overflowed)
             self._optimization.end_batch()
             del self.batches[op.batch]
-
-    def _timed(self, op: Op, function: Callable[[], Result]) -> Result:
-        start_ns = time.monotonic_ns()
-        result = function()
-        self._recorder.record(op, start_ns, time.monotonic_ns())
-        return result

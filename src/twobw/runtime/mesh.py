@@ -42,6 +42,7 @@ class Mesh:
         ties: for each set of stages that share a parameter, their ranks in this pipeline, where
             this stage is one of them; likewise.
         shards: the ranks of this stage once more, for the thread that updates.
+        device: where this rank computes; ``None``: wherever its layers are.
     """
 
     pp: int
@@ -54,6 +55,7 @@ class Mesh:
     stages: Collective
     ties: dict[StageSet, Collective]
     shards: Collective
+    device: torch.device | None = None
 
     @property
     def rank(self) -> int:
@@ -85,7 +87,7 @@ def distributed_mesh(
             [[pipeline[s] for s in sorted(stages)] for pipeline in pipelines]
         )
         if stage in stages and group is not None:
-            ties[stages] = DistributedCollective(group)
+            ties[stages] = DistributedCollective(group, device)
     shards, _ = dist.new_subgroups_by_enumeration(replicas)
     control_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
     edges: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -112,10 +114,11 @@ def distributed_mesh(
             control_group=control_group,
             timeout=timeout,
         ),
-        DistributedCollective(mesh.get_group("dp")),
-        DistributedCollective(mesh.get_group("pp")),
+        DistributedCollective(mesh.get_group("dp"), device),
+        DistributedCollective(mesh.get_group("pp"), device),
         ties,
-        DistributedCollective(shards),
+        DistributedCollective(shards, device),
+        device if device.type == "cuda" else None,
     )
 
 

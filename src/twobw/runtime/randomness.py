@@ -77,7 +77,8 @@ class LayerRunner:
         mode = (index, layer.training)
         if self._draws.get(mode) is False:
             return layer(value)
-        with self._lock, torch.random.fork_rng(devices=[]):
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with self._lock, torch.random.fork_rng(devices):
             seed_layer(self._seed, batch, microbatch, index)
             before = torch.random.get_rng_state()
             output = layer(value)

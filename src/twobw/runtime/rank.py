@@ -86,6 +86,11 @@ class Rank:
         runner: LayerRunner,
     ) -> None:
         self.mesh = mesh
+        if mesh.device is not None:
+            for layer in layers:
+                layer.to(mesh.device)
+        own_device = mesh.device or _device_of(layers)
+        self._device = own_device or torch.device("cpu")
         self._ties = ties
         self._settings = settings
         self._stage = Stage(layers, first_layer, runner, settings.recompute)
@@ -99,11 +104,12 @@ class Rank:
             mesh.replicas,
             mesh.stages,
             [parameter.shape for _, parameter in self._weights.optimizer_parameters()],
+            self._device,
             ties=_own_ties(mesh, ties, self._weights.names),
             max_grad_norm=settings.max_grad_norm,
             looks_for_overflow=settings.precision == "fp16",
         )
-        self._recorder = Recorder(mesh.rank)
+        self._recorder = Recorder(mesh.rank, self._device)
         self._executor = Executor(
             mesh,
             stage=self._stage,
@@ -115,6 +121,7 @@ class Rank:
                 settings.lr_scheduler,
                 mesh.shards if settings.shard_optimizer else None,
             ),
+            device=own_device,
             scaler=LossScaler() if settings.precision == "fp16" else None,
             loss_function=settings.loss_fn,
             recorder=self._recorder,
@@ -152,7 +159,11 @@ class Rank:
         self._next_batch += 1
         metrics = self._listen_metrics()
         self._run(self._program.begin_batch())
-        own = [self._recorder.take_busy_fraction(), float(self._weights.num_slots), peak_bytes()]
+        own = [
+            self._recorder.take_busy_fraction(),
+            float(self._weights.num_slots),
+            peak_bytes(self._device),
+        ]
         if metrics is None:
             self.mesh.transport.push(0, Channel.METRICS, own)
         result = StepResult(batch, None if metrics is None else [own, *metrics])
@@ -355,6 +366,12 @@ class Rank:
 
     def _receive_state(self, stage: int) -> list[Tensor]:
         return receive(self.mesh.transport, stage)
+
+
+def _device_of(layers: Sequence[nn.Module]) -> torch.device | None:
+    """Where the first parameter or buffer is, if there is any."""
+    tensors = (t for layer in layers for t in (*layer.parameters(), *layer.buffers()))
+    return next((tensor.device for tensor in tensors), None)
 
 
 def receive(transport: Transport, peer: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twobw.runtime.collectives import Collective
 
@@ -62,6 +62,7 @@ class Reduction:
         replicas: the ranks of this stage.
         stages: the ranks of this pipeline.
         shapes: of this stage's parameters.
+        device: where they are.
         ties: this stage's tied parameters, in an order that all stages share.
         max_grad_norm: clip the global norm to this; ``None``: neither taken nor clipped.
         looks_for_overflow: whether gradients that are not finite skip the update.
@@ -70,13 +71,15 @@ class Reduction:
     replicas: Collective
     stages: Collective
     shapes: Sequence[torch.Size]
+    device: torch.device
     ties: Sequence[Tie] = ()
     max_grad_norm: float | None = None
     looks_for_overflow: bool = False
     _thread: ThreadPoolExecutor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.needs_other_ranks:
+        # also where reading a number off a device would otherwise stall the host
+        if self.needs_other_ranks or self.device.type == "cuda":
             name = f"reduction-{self.stages.index}-{self.replicas.index}"
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
@@ -117,7 +120,7 @@ class Reduction:
                 gradients = self._sum_over_replicas(gradients)
             for tie in self.ties:
                 index = tie.index
-                gradients[index] = _sum_over_copies(tie, gradients[index], self.shapes[index])
+                gradients[index] = self._sum_over_copies(tie, gradients[index])
             if self.looks_for_overflow and self._has_overflowed(gradients):
                 return Reduced(gradients, has_overflowed=True)
             norm = None if self.max_grad_norm is None else self._clip(gradients, self.max_grad_norm)
@@ -135,9 +138,7 @@ class Reduction:
         summed: Gradients = [None] * len(gradients)
         for bucket in _buckets([i for i, has in enumerate(has_one.tolist()) if has], self.shapes):
             pieces = [
-                torch.zeros(self.shapes[i]).flatten()
-                if (g := gradients[i]) is None
-                else g.flatten()
+                self._zeros(i).flatten() if (g := gradients[i]) is None else g.flatten()
                 for i in bucket
             ]
             flat = torch.cat(pieces)
@@ -148,6 +149,20 @@ class Reduction:
             for i, piece in zip(bucket, flat.split(sizes), strict=True):
                 summed[i] = piece.view(self.shapes[i])
         return summed
+
+    def _sum_over_copies(self, tie: Tie, gradient: Tensor | None) -> Tensor | None:
+        """A tied parameter's gradient, summed over the stages that have it; ``None`` if none
+        has."""
+        has_one = torch.tensor([float(gradient is not None)])
+        tie.group.all_reduce(has_one, "max")
+        if not has_one.item():
+            return None
+        total = self._zeros(tie.index) if gradient is None else gradient.contiguous()
+        tie.group.all_reduce(total)
+        return total
+
+    def _zeros(self, index: int) -> Tensor:
+        return torch.zeros(self.shapes[index], device=self.device)
 
     def _has_overflowed(self, gradients: Gradients) -> bool:
         finite = all(bool(g.isfinite().all()) for g in present(gradients))
@@ -167,16 +182,14 @@ class Reduction:
         total = torch.linalg.vector_norm(self._gather_norms(norms))
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for gradient in present(gradients):
-            gradient.mul_(coefficient)
+            gradient.mul_(coefficient.to(gradient.device))
         return float(total.item())
 
     def _gather_norms(self, norms: list[Tensor]) -> Tensor:
         """Those of all stages, in order."""
-        count = torch.tensor([len(norms)])
-        counts = [int(c) for c in self.stages.all_gather(count)]
-        padded = torch.zeros(max(counts))
-        for place, norm in enumerate(norms):
-            padded[place] = norm
+        counts = [int(c) for c in self.stages.all_gather(torch.tensor([len(norms)]))]
+        own = torch.stack(norms) if norms else torch.zeros(0)
+        padded = nn.functional.pad(own, (0, max(counts) - len(norms)))
         gathered = self.stages.all_gather(padded)
         return torch.cat([row[:n] for row, n in zip(gathered, counts, strict=True)])
 
@@ -194,17 +207,6 @@ def _buckets(indices: Sequence[int], shapes: Sequence[torch.Size]) -> Iterator[l
         size += num_bytes
     if bucket:
         yield bucket
-
-
-def _sum_over_copies(tie: Tie, gradient: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """A tied parameter's gradient, summed over the stages that have it; ``None`` if none has."""
-    has_one = torch.tensor([float(gradient is not None)])
-    tie.group.all_reduce(has_one, "max")
-    if not has_one.item():
-        return None
-    total = torch.zeros(shape) if gradient is None else gradient.contiguous()
-    tie.group.all_reduce(total)
-    return total
 
 
 def present(gradients: Gradients) -> Iterator[Tensor]:
