@@ -1,8 +1,4 @@
-"""The smallest use of `twobw.Pipeline`, over threads or processes:
-
-python examples/minimal.py
-torchrun --nproc-per-node 2 examples/minimal.py
-"""
+"""The smallest use of `twobw.Pipeline`: with python, or with torchrun --nproc-per-node 2."""
 
 import os
 
