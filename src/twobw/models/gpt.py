@@ -1,14 +1,16 @@
 """A GPT (Radford et al., 2019) as a list of layers: embedding, blocks, head.
 
 A layer takes and gives one tensor, so the list can be cut anywhere. Each is built by a callable,
-on the rank that owns it: nothing else of the model exists there.
+on the rank that owns it: nothing else of the model exists there. Only where embedding and head are
+tied are these two built on every rank, so that the pipeline can see what they share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torch.nn import functional as F
 from twobw.models.sizes import GPTConfig
 
 _INIT_STD = 0.02  # GPT-2's
+
+Builder: TypeAlias = Callable[[], nn.Module]
 
 
 class Embedding(nn.Module):
@@ -45,6 +49,8 @@ class Embedding(nn.Module):
 
 class Attention(nn.Module):
     """Causal self-attention: ``(b, t, width)`` to the same."""
+
+    is_attention = True  # what ``recompute="attention"`` looks for
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -108,25 +114,82 @@ def _linear(num_inputs: int, num_outputs: int, num_residuals: int = 1) -> nn.Lin
     return linear
 
 
-def gpt_layers(config: GPTConfig) -> list[Callable[[], nn.Module]]:
-    """What builds each layer: embedding, ``num_layers`` blocks, head.
+def _build(index: int, builder: Builder) -> nn.Module:
+    return builder()
+
+
+def gpt_layers(
+    config: GPTConfig, build: Callable[[int, Builder], nn.Module] = _build
+) -> list[nn.Module | Builder]:
+    """The layers, or what builds each: embedding, ``num_layers`` blocks, head.
 
     A layer draws its weights from torch's global generator, so a seed set before each call gives
     every split of the list the same model.
+
+    Args:
+        config: the size.
+        build: ``build(index, builder)`` is called here for the embedding and the head where they
+            are tied, which then come as modules; it may set the seed before it calls ``builder``.
     """
-    blocks = [partial(Block, config)] * config.num_layers
-    return [partial(Embedding, config), *blocks, partial(Head, config)]
+    last = config.list_length - 1
+    ends: list[nn.Module | Builder] = [partial(Embedding, config), partial(Head, config)]
+    if config.tied:
+        ends = [build(0, partial(Embedding, config)), build(last, partial(Head, config))]
+        _tie(*ends)
+    return [ends[0], *[partial(Block, config)] * config.num_layers, ends[1]]
+
+
+def _tie(embedding: object, head: object) -> None:
+    """Make the token matrix of one the matrix of the other."""
+    assert isinstance(embedding, Embedding)
+    assert isinstance(head, Head)
+    head.logits.weight = embedding.token.weight
+
+
+def tied_names(config: GPTConfig) -> dict[str, str]:
+    """For each further name of a tied weight, as the whole model has it, its first name."""
+    return {f"{config.list_length - 1}.logits.weight": "0.token.weight"} if config.tied else {}
 
 
 def gpt(config: GPTConfig) -> nn.Sequential:
     """The whole model on one device."""
-    return nn.Sequential(*(build() for build in gpt_layers(config)))
+    layers = gpt_layers(config)
+    return nn.Sequential(*(x if isinstance(x, nn.Module) else x() for x in layers))
+
+
+def gpt_with(config: GPTConfig, weights: Mapping[str, Tensor]) -> nn.Sequential:
+    """The whole model with these weights, taken over without a copy; a tied weight may have one
+    of its names only, the first.
+
+    Raises:
+        RuntimeError: names or shapes do not fit.
+    """
+    with torch.device("meta"):
+        model = gpt(config)
+    aliases = {
+        alias: weights[name] for alias, name in tied_names(config).items() if name in weights
+    }
+    model.load_state_dict({**weights, **aliases}, assign=True)
+    if config.tied:
+        _tie(model[0], model[-1])
+    return model
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Parameters of the whole model, counted without memory for them."""
+    """Parameters of the whole model, tied ones once, counted without memory for them."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in gpt(config).parameters())
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """Floating-point operations of forward and backward for one token of a full sequence: 6N for
+    the weights and 12·L·width·T for attention's products (Chowdhery et al., 2022, PaLM, appendix
+    B). What is run again to save memory does not count, and N leaves out the embedding tables,
+    which are looked up and not multiplied by; a token matrix that is the head's too counts once.
+    """
+    tables = config.sequence_length + (0 if config.tied else config.vocab_size)
+    multiplied = num_parameters(config) - tables * config.width
+    return 6 * multiplied + 12 * config.num_layers * config.width * config.sequence_length
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 
@@ -18,6 +18,7 @@ class GPTConfig:
         sequence_length: the most tokens of a sample (learned positions).
         vocab_size: tokens known.
         dropout: probability, after the embedding and in both branches of a block.
+        tied: whether the embedding's token matrix is the head's matrix too.
     """
 
     num_layers: int
@@ -26,12 +27,12 @@ class GPTConfig:
     sequence_length: int
     vocab_size: int
     dropout: float = 0.0
+    tied: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:-1]:
-            if getattr(self, field.name) < 1:
-                value = getattr(self, field.name)
-                raise ValueError(f"{field.name} is {value}; it must be at least 1")
+        for name in ("num_layers", "width", "num_heads", "sequence_length", "vocab_size"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.width % self.num_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, which does not divide width {self.width}; "
