@@ -6,27 +6,19 @@ problems are reported at once.
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from twobw.config.settings import (
-    Config,
-    DataSettings,
-    ModelSettings,
-    OptimizerSettings,
-    ParallelSettings,
-    Section,
-    TrainingSettings,
-    nearest,
-)
-from twobw.core.generators import stage_rule
+from twobw.config.agreement import disagreements
+from twobw.config.settings import Config, Section, nearest
+from twobw.config.surroundings import nearest_path, not_at_hand
+from twobw.config.toml_text import toml_text
 
 
 class ConfigError(ValueError):
@@ -81,7 +73,7 @@ def read_resolved_config(path: Path) -> Config:
     Raises:
         ConfigError: the file is missing or is not a whole config.
     """
-    config, problems = _validate(_read_toml(path), frozenset(), check_files=False)
+    config, problems = _validate(_read_toml(path), frozenset(), check_surroundings=False)
     if config is None:
         raise ConfigError(str(path), problems)
     return config
@@ -91,30 +83,17 @@ def write_resolved_config(config: Config, path: Path) -> None:
     """Write every setting as TOML, defaults included, so that the file alone repeats the run."""
     sections = config.model_dump()
     text = "\n".join(
-        "".join([f"[{name}]\n", *(f"{key} = {_toml(value)}\n" for key, value in section.items())])
+        f"[{name}]\n" + "".join(f"{key} = {toml_text(value)}\n" for key, value in section.items())
         for name, section in sections.items()
     )
     path.write_text(text, encoding="utf-8")
-
-
-def _toml(value: object) -> str:
-    """A value as TOML; what has no short form there (a table, a date) as Python shows it."""
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case list() | tuple():
-            return f"[{', '.join(_toml(item) for item in value)}]"
-        case _:
-            return repr(value)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        problem = f"no such file{_nearest_path(path, '*.toml')}"
+        problem = f"no such file{nearest_path(path, '*.toml')}"
     except OSError as error:
         problem = f"cannot be read: {error.strerror}; a config is a TOML file"
     except UnicodeDecodeError as error:
@@ -122,12 +101,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         problem = f"not valid TOML: {error}"
     raise ConfigError(str(path), [problem])
-
-
-def _nearest_path(path: Path, pattern: str = "*") -> str:
-    siblings = {other.name: other for other in sorted(path.parent.glob(pattern))}
-    near = nearest(path.name, siblings)
-    return f"; did you mean {siblings[near[0]]}?" if near else ""
 
 
 def _override(data: dict[str, Any], name: str, text: str) -> str | None:
@@ -182,7 +155,7 @@ def _keys(section: str) -> str:
 
 
 def _validate(
-    data: Mapping[str, Any], overridden: frozenset[str], *, check_files: bool = True
+    data: Mapping[str, Any], overridden: frozenset[str], *, check_surroundings: bool = True
 ) -> tuple[Config | None, list[str]]:
     """Every problem of the tree, and the config if there is none."""
     problems = [_unknown_setting(name, name) for name in data if name not in _SECTIONS]
@@ -192,9 +165,9 @@ def _validate(
             sections[name] = cls.model_validate(data.get(name, {}))
         except ValidationError as error:
             problems += [_explain(name, detail, overridden) for detail in error.errors()]
-    problems += _disagreements(**sections)
-    if check_files and "data" in sections:
-        problems += _missing_paths(sections["data"])
+    problems += disagreements(**sections)
+    if check_surroundings:
+        problems += not_at_hand(**sections)
     return (None if problems else Config(**sections)), problems
 
 
@@ -208,74 +181,19 @@ def _explain(section: str, detail: ErrorDetails, overridden: frozenset[str]) -> 
     if kind == "missing" and len(loc) == 1:
         return f"{shown} is missing; set it in [{section}]"
     if kind == "missing":
-        return f"{shown} = {_toml(value)}: must have more items"
+        return f"{shown} = {toml_text(value)}: must have more items"
     if kind == "model_type":
-        return f"{name} is {_toml(value)}; it must be a section, [{name}], with {_keys(name)}"
+        return f"{name} is {toml_text(value)}; it must be a section, [{name}], with {_keys(name)}"
     message = detail["msg"].removeprefix("Value error, ")
     if not loc:
         return f"[{section}] {message}"
     index = "".join(f"[{part}]" for part in loc[1:])
-    return f"{shown}{index} = {_toml(value)}: {_reworded(message)}"
+    return f"{shown}{index} = {toml_text(value)}: {_reworded(message)}"
 
 
 def _reworded(message: str) -> str:
     """Pydantic's words in those of a config: a setting "must", and TOML has lists, not tuples."""
     message = re.sub(r"^(\w+) should", "must", message).replace(" after validation", "")
     message = message.replace("a valid tuple", "a list such as [1, 2]")
+    message = message.replace("a valid boolean", "true or false")
     return message.replace("greater than or equal to", "at least")
-
-
-def _disagreements(
-    model: ModelSettings | None = None,
-    parallel: ParallelSettings | None = None,
-    optimizer: OptimizerSettings | None = None,
-    training: TrainingSettings | None = None,
-    **_: Section,
-) -> Iterator[str]:
-    """Problems between settings that are right on their own; a section in error is left out."""
-    if parallel:
-        yield from _parallel_disagreements(parallel)
-    if parallel and model:
-        yield from _split_disagreements(parallel, model.gpt().list_length)
-    if parallel and training and training.global_batch_size < parallel.num_microbatches:
-        yield (
-            f"training.global_batch_size = {training.global_batch_size}: must be at least "
-            f"parallel.num_microbatches = {parallel.num_microbatches}, a sample for each"
-        )
-    if optimizer and training and optimizer.warmup_batches > training.num_batches:
-        yield (
-            f"optimizer.warmup_batches = {optimizer.warmup_batches}: must be at most "
-            f"training.num_batches = {training.num_batches}"
-        )
-
-
-def _parallel_disagreements(parallel: ParallelSettings) -> Iterator[str]:
-    if parallel.dp != 1:
-        yield f"parallel.dp = {parallel.dp}: must be 1; replicas of a stage are not built yet"
-    if parallel.extra_in_flight:
-        extra = {"extra_in_flight": parallel.extra_in_flight}
-        try:
-            stage_rule(parallel.schedule, 0, parallel.pp, parallel.num_microbatches, **extra)
-        except ValueError as error:
-            yield f"parallel.extra_in_flight = {parallel.extra_in_flight}: {error}"
-
-
-def _split_disagreements(parallel: ParallelSettings, num_layers: int) -> Iterator[str]:
-    made_of = f"the model's layers, {num_layers} (embedding, {num_layers - 2} blocks, head)"
-    if parallel.pp > num_layers:
-        yield f"parallel.pp = {parallel.pp}: must be at most the number of {made_of}"
-    if not parallel.split:
-        return
-    split = f"parallel.split = {_toml(parallel.split)}"
-    if len(parallel.split) != parallel.pp:
-        yield f"{split}: must have parallel.pp = {parallel.pp} entries"
-    if sum(parallel.split) != num_layers:
-        yield f"{split}: adds up to {sum(parallel.split)}; it must add up to {made_of}"
-
-
-def _missing_paths(data: DataSettings) -> Iterator[str]:
-    for index, text in enumerate(data.paths):
-        path = Path(text).expanduser()
-        if not path.exists():
-            near = _nearest_path(path)
-            yield f"data.paths[{index}] = {_toml(text)}: no such file or folder{near}"

@@ -70,7 +70,10 @@ class Section(BaseModel):
 
 
 class ModelSettings(Section):
-    """``[model]``: a size by name; each of its values may be set on its own."""
+    """``[model]``: a size by name; each of its values may be set on its own.
+
+    ``tied``: embedding and head share the token matrix.
+    """
 
     name: Annotated[str, _choice(*GPT_SIZES)]
     num_layers: Size
@@ -79,6 +82,7 @@ class ModelSettings(Section):
     sequence_length: Size
     vocab_size: Annotated[int, Field(ge=256)]  # a byte is a token
     dropout: Decay
+    tied: bool
 
     @model_validator(mode="before")
     @classmethod
@@ -116,6 +120,11 @@ class ParallelSettings(Section):
     ``split`` gives the layers of each stage (embedding and head count as one each); empty
     balances them by parameters. ``extra_in_flight`` is 2BW's: more microbatches in flight, to
     hide slow links.
+
+    ``overlap_reduce`` hides what ranks must reduce together behind the next batch, for a second
+    gradient buffer. ``shard_optimizer`` spreads optimizer state over the replicas (ZeRO stage 1);
+    with one replica it changes nothing. ``check_replicas_every`` so many batches, and at the end,
+    a run makes sure that replicas have equal weights (0: never).
     """
 
     pp: Size = 2
@@ -124,44 +133,85 @@ class ParallelSettings(Section):
     num_microbatches: Size = 4
     extra_in_flight: Count = 0
     split: Annotated[tuple[Size, ...], Field(strict=False)] = ()
+    overlap_reduce: bool = True
+    shard_optimizer: bool = False
+    check_replicas_every: Count = 0
 
 
 class OptimizerSettings(Section):
-    """``[optimizer]``: ``betas`` are AdamW's, ``momentum`` is SGD's.
+    """``[optimizer]``: ``betas`` are AdamW's, ``momentum`` SGD's and Muon's.
 
-    The rate rises linearly over ``warmup_batches`` to ``lr``, then decays to
-    ``final_lr_fraction * lr`` at the last batch (``constant``: stays).
+    ``muon`` is torch.optim.Muon for the matrices inside the blocks, with the rate ``matrix_lr``
+    and its own ``nesterov``, ``ns_steps`` and ``adjust_lr_fn``; all else (embeddings, head,
+    norms, biases) has AdamW. ``weight_decay`` is for what has two dimensions or more, embeddings
+    and head included; norms and biases have none. Each optimizer multiplies it by its own rate.
+
+    Rates rise linearly over ``warmup_batches``, then fall by ``decay`` to ``final_lr_fraction`` of
+    themselves at the last batch: ``linear`` and ``cosine`` from there on, ``wsd`` (warm-up,
+    stable, decay) linearly over the last ``decay_fraction`` of the batches; ``constant`` stays.
     """
 
-    name: Annotated[str, _choice("adamw", "sgd")] = "adamw"
+    name: Annotated[str, _choice("adamw", "sgd", "muon")] = "adamw"
     lr: Annotated[float, Field(gt=0.0)]
+    matrix_lr: Annotated[float, Field(gt=0.0)] = 0.02
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     momentum: Decay = 0.9
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    adjust_lr_fn: Annotated[str, _choice("original", "match_rms_adamw")] = "original"
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     warmup_batches: Count = 0
-    decay: Annotated[str, _choice("constant", "cosine", "linear")] = "cosine"
+    decay: Annotated[str, _choice("constant", "linear", "cosine", "wsd")] = "cosine"
+    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     final_lr_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+
+    def decay_batches(self, num_batches: int) -> int:
+        """How many of a run's batches ``wsd`` lets the rate fall over."""
+        return max(round(self.decay_fraction * num_batches), 1)
 
 
 class TrainingSettings(Section):
-    """``[training]``: ``log_every`` is in batches, ``evaluation_batches`` the validation batches
-    taken at the start and at the end (0: none), ``timeout_s`` the longest wait for another rank,
-    ``num_threads`` torch's threads a rank."""
+    """``[training]``: ``log_every`` is in batches, ``timeout_s`` the longest wait for another
+    rank, ``num_threads`` torch's threads a rank.
+
+    ``precision``: ``bf16`` and ``fp16`` compute in 16 bits and keep fp32 weights and gradients
+    beside (fp16 with dynamic loss scaling). ``recompute``: what is run again for the backward
+    instead of being kept: each ``layer``, the whole ``stage``, or ``attention`` alone.
+    ``max_grad_norm`` clips the global norm of the gradient (0: neither taken nor clipped).
+
+    The model is evaluated on ``evaluation_batches`` validation batches (0: never) at the start
+    and the end, and every ``evaluate_every`` batches (0: only then). A validation batch has
+    ``evaluation_batch_size`` samples (0: ``global_batch_size``) in ``evaluation_microbatches``
+    (0: as many as in training, or as fit).
+    """
 
     num_batches: Size
     global_batch_size: Size
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    precision: Annotated[str, _choice("fp32", "bf16", "fp16")] = "fp32"
+    recompute: Annotated[str, _choice("none", "layer", "stage", "attention")] = "none"
+    max_grad_norm: Annotated[float, Field(ge=0.0)] = 0.0
     log_every: Size = 10
+    evaluate_every: Count = 0
     evaluation_batches: Count = 8
+    evaluation_batch_size: Count = 0
+    evaluation_microbatches: Count = 0
     timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     num_threads: Size = 1
 
+    @property
+    def evaluation_size(self) -> int:
+        """Samples of a validation batch."""
+        return self.evaluation_batch_size or self.global_batch_size
+
 
 class RunSettings(Section):
-    """``[run]``: results go to ``folder/name``; the name is the config file's unless given."""
+    """``[run]``: results go to ``folder/name``; the name is the config file's unless given.
+    ``tensorboard`` writes metrics for TensorBoard, too."""
 
     name: Annotated[str, AfterValidator(_check_folder_name)]
     folder: Text = "runs"
+    tensorboard: bool = False
 
 
 class Config(Section):
@@ -178,3 +228,8 @@ class Config(Section):
     def run_folder(self) -> Path:
         """Where the results go."""
         return Path(self.run.folder) / self.run.name
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the run."""
+        return self.parallel.pp * self.parallel.dp

@@ -1,0 +1,113 @@
+"""Problems between settings that are each right on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from twobw.config.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    Section,
+    TrainingSettings,
+)
+from twobw.config.toml_text import toml_text
+from twobw.core.generators import stage_rule
+
+
+def disagreements(
+    model: ModelSettings | None = None,
+    parallel: ParallelSettings | None = None,
+    optimizer: OptimizerSettings | None = None,
+    training: TrainingSettings | None = None,
+    **_: Section,
+) -> Iterator[str]:
+    """One line a problem; a section in error is left out."""
+    if parallel:
+        yield from _schedule_problems(parallel)
+    if parallel and model:
+        yield from _split_problems(parallel, model.gpt().list_length)
+    if parallel and training:
+        yield from _batch_problems(parallel, training)
+        yield from _precision_problems(parallel, training)
+    if training:
+        yield from _evaluation_problems(training)
+    if optimizer and training:
+        yield from _rate_problems(optimizer, training.num_batches)
+
+
+def _schedule_problems(parallel: ParallelSettings) -> Iterator[str]:
+    if parallel.extra_in_flight:
+        extra = {"extra_in_flight": parallel.extra_in_flight}
+        try:
+            stage_rule(parallel.schedule, 0, parallel.pp, parallel.num_microbatches, **extra)
+        except ValueError as error:
+            yield f"parallel.extra_in_flight = {parallel.extra_in_flight}: {error}"
+
+
+def _split_problems(parallel: ParallelSettings, num_layers: int) -> Iterator[str]:
+    made_of = f"the model's layers, {num_layers} (embedding, {num_layers - 2} blocks, head)"
+    if parallel.pp > num_layers:
+        yield f"parallel.pp = {parallel.pp}: must be at most the number of {made_of}"
+    if not parallel.split:
+        return
+    split = f"parallel.split = {toml_text(parallel.split)}"
+    if len(parallel.split) != parallel.pp:
+        yield f"{split}: must have parallel.pp = {parallel.pp} entries"
+    if sum(parallel.split) != num_layers:
+        yield f"{split}: adds up to {sum(parallel.split)}; it must add up to {made_of}"
+
+
+def _batch_problems(parallel: ParallelSettings, training: TrainingSettings) -> Iterator[str]:
+    """Each replica cuts its part of a batch into all the microbatches: a sample for each."""
+    count, dp = parallel.num_microbatches, parallel.dp
+    if training.global_batch_size < count * dp:
+        yield (
+            f"training.global_batch_size = {training.global_batch_size}: must be at least "
+            f"{_product('parallel.num_microbatches', count, dp)}, a sample for each"
+        )
+    size, count = training.evaluation_batch_size, training.evaluation_microbatches
+    if (size or count) and training.evaluation_size < max(count, 1) * dp:
+        least = _product("training.evaluation_microbatches", count, dp)
+        yield (
+            f"training.evaluation_batch_size = {size}: a validation batch has "
+            f"{training.evaluation_size} samples; it must have at least {least}, a sample for each"
+        )
+
+
+def _product(name: str, num_microbatches: int, dp: int) -> str:
+    """How many samples a batch must have at least."""
+    if num_microbatches == 0:
+        return f"parallel.dp = {dp}"
+    if dp == 1:
+        return f"{name} = {num_microbatches}"
+    return f"{name} * parallel.dp = {num_microbatches} * {dp} = {num_microbatches * dp}"
+
+
+def _precision_problems(parallel: ParallelSettings, training: TrainingSettings) -> Iterator[str]:
+    if training.precision == "fp16" and parallel.schedule == "weight-stashing":
+        yield (
+            'training.precision = "fp16": does not go with parallel.schedule = "weight-stashing", '
+            'whose updates cannot wait for the overflows of other stages; use "bf16"'
+        )
+
+
+def _evaluation_problems(training: TrainingSettings) -> Iterator[str]:
+    if training.evaluate_every and not training.evaluation_batches:
+        yield (
+            f"training.evaluate_every = {training.evaluate_every}: needs "
+            "training.evaluation_batches of at least 1"
+        )
+
+
+def _rate_problems(optimizer: OptimizerSettings, num_batches: int) -> Iterator[str]:
+    warmup = f"optimizer.warmup_batches = {optimizer.warmup_batches}"
+    if optimizer.warmup_batches > num_batches:
+        yield f"{warmup}: must be at most training.num_batches = {num_batches}"
+        return
+    fall = optimizer.decay_batches(num_batches)
+    if optimizer.decay == "wsd" and optimizer.warmup_batches + fall > num_batches:
+        yield (
+            f"{warmup}: too long for training.num_batches = {num_batches}, since the rate falls "
+            f"over the last {fall} (optimizer.decay_fraction = {optimizer.decay_fraction})"
+        )

@@ -1,0 +1,33 @@
+"""What a run needs of the machine it starts on: files, and packages that are optional."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from twobw.config.settings import DataSettings, RunSettings, Section, nearest
+from twobw.config.toml_text import toml_text
+
+
+def not_at_hand(
+    data: DataSettings | None = None, run: RunSettings | None = None, **_: Section
+) -> Iterator[str]:
+    """A problem for each thing that is not there; a section in error is left out."""
+    for index, text in enumerate(data.paths if data else ()):
+        path = Path(text).expanduser()
+        if not path.exists():
+            near = nearest_path(path)
+            yield f"data.paths[{index}] = {toml_text(text)}: no such file or folder{near}"
+    if run and run.tensorboard and find_spec("tensorboard") is None:
+        yield (
+            "run.tensorboard = true: the package tensorboard is not installed; "
+            "pip install 'twobw[tensorboard]', or set it to false"
+        )
+
+
+def nearest_path(path: Path, pattern: str = "*") -> str:
+    """A hint at the nearest sibling of a path that is not there; empty if none is near."""
+    siblings = {other.name: other for other in sorted(path.parent.glob(pattern))}
+    near = nearest(path.name, siblings)
+    return f"; did you mean {siblings[near[0]]}?" if near else ""
