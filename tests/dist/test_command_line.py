@@ -3,110 +3,19 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.dist.commands import Ended, batches_of, started, wait_until
 from twobw.cli import main
 from twobw.config import read_resolved_config
 from twobw.models.gpt import gpt
 
-TIMEOUT_S = 90
-CONFIG = """
-[model]
-name = "gpt-tiny"
-[data]
-paths = ["text.txt"]
-[optimizer]
-lr = 1e-2
-[training]
-num_batches = 12
-global_batch_size = 8
-evaluation_batches = 2
-log_every = 5
-timeout_s = 60.0
-"""
 ENDLESS = ("--training.num_batches", "1000000", "--training.log_every", "1000000")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
-class Command:
-    """A running ``python -m ...`` and what it prints."""
-
-    def __init__(self, folder: Path, *arguments: str, env: dict[str, str]) -> None:
-        self.folder = folder
-        self._out, self._err = folder / "out.txt", folder / "err.txt"
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
-                cwd=folder,
-                env=os.environ | env,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-
-    def wait(self, timeout: float = TIMEOUT_S) -> Ended:
-        code = self.process.wait(timeout)
-        return Ended(code, self._out.read_text(), self._err.read_text())
-
-    def wait_for_batches(self, count: int) -> None:
-        """Wait until the run has written metrics of ``count`` batches."""
-        metrics = self.folder / "runs/tiny/metrics.jsonl"
-
-        def has_them() -> bool:
-            assert self.process.poll() is None, self.wait()
-            return metrics.is_file() and len(metrics.read_text().splitlines()) >= count
-
-        wait_until(has_them)
-
-    def ranks(self) -> dict[int, int]:
-        """The process of each rank."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return {
-            int(entry.removeprefix("RANK=")): int(child)
-            for child in children
-            for entry in Path(f"/proc/{child}/environ").read_text().split("\0")
-            if entry.startswith("RANK=")
-        }
-
-
-@contextmanager
-def started(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Command]:
-    """A command in a folder with a config and a text; it has ended when this is left."""
-    folder.mkdir(exist_ok=True)
-    (folder / "tiny.toml").write_text(CONFIG)
-    (folder / "text.txt").write_text("".join(f"{n} + {n} = {2 * n}\n" for n in range(1500)))
-    command = Command(folder, *arguments, env=env or {})
-    try:
-        yield command
-    finally:
-        if command.process.poll() is None:
-            command.process.kill()  # its ranks die with it
-            command.process.wait(10)
-
-
-def wait_until(condition: Callable[[], bool], timeout: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(0.05)
 
 
 def is_running(pid: int) -> bool:
@@ -117,13 +26,9 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def check_run(run: Path, num_batches: int) -> None:
     """All files of a run of two stages are there and agree with each other."""
-    rows = metrics_of(run)
+    rows = batches_of(run)
     assert [row["batch"] for row in rows] == list(range(num_batches))
     assert [row["samples"] for row in rows] == [8 * (n + 1) for n in range(num_batches)]
     for row in rows:
@@ -160,7 +65,7 @@ def test_a_run_leaves_all_its_files(whole_run: tuple[Path, Ended]) -> None:
     check_run(run, num_batches=12)
     config = read_resolved_config(run / "config.toml")
     assert (config.optimizer.decay, config.optimizer.lr) == ("constant", 0.01)
-    assert {row["lr"] for row in metrics_of(run)} == {0.01}
+    assert {row["lr"] for row in batches_of(run)} == {0.01}
     assert (run / "rank0.log").read_text() == (run / "rank1.log").read_text() == ""
 
 
@@ -176,8 +81,8 @@ def test_a_run_learns_and_says_so(whole_run: tuple[Path, Ended]) -> None:
     assert "2 weight versions held" in ended.out
     assert "a sample after 'def ':" in ended.out
     assert "runs/tiny/timeline.json" in ended.out
-    shown = [line.split()[1] for line in ended.out.splitlines() if line.startswith("batch ")]
-    assert shown == ["1/12", "5/12", "10/12", "12/12"]
+    shown = [line.split()[1] for line in ended.out.splitlines() if line.startswith("step:")]
+    assert shown == ["1", "5", "10", "12"]
 
 
 def test_the_timeline_has_every_op_of_both_ranks(whole_run: tuple[Path, Ended]) -> None:
@@ -290,7 +195,7 @@ def test_a_run_under_torchrun_uses_its_ranks(tmp_path: Path) -> None:
         ended = command.wait()
     assert ended.code == 0
     check_run(tmp_path / "runs/tiny", num_batches=12)
-    assert ended.out.count("batch 12/12") == 1
+    assert ended.out.count("\nstep: 12 ") == 1
 
 
 def test_one_stage_trains_in_one_rank_and_warns(tmp_path: Path) -> None:
@@ -298,4 +203,4 @@ def test_one_stage_trains_in_one_rank_and_warns(tmp_path: Path) -> None:
         ended = command.wait()
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.startswith("warning: 2bw with one stage")
-    assert [len(row["stages"]) for row in metrics_of(tmp_path / "runs/tiny")] == [1] * 12
+    assert [len(row["stages"]) for row in batches_of(tmp_path / "runs/tiny")] == [1] * 12

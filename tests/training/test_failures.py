@@ -71,5 +71,5 @@ def test_last_words_end_with_rank_stage_and_reason() -> None:
     assert "runs/demo/rank2.log" in words
 
 
-def test_stages_run_fastest_over_the_ranks() -> None:
-    assert [stage_of(rank, pp=2) for rank in range(4)] == [0, 1, 0, 1]
+def test_the_replicas_of_a_stage_are_neighbours() -> None:
+    assert [stage_of(rank, dp=2) for rank in range(6)] == [0, 0, 1, 1, 2, 2]

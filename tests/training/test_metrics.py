@@ -1,16 +1,30 @@
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
-from twobw.training.metrics import BatchRow, MetricsWriter, StageAverages, StageRow, StageSummary
+import pytest
+
+from twobw.training.metrics import (
+    BatchRow,
+    MetricsWriter,
+    StageAverages,
+    StageRow,
+    StageSummary,
+    ValidationRow,
+    perplexity,
+)
 
 ROW = BatchRow(
     batch=0,
     loss=5.5,
+    grad_norm=1.5,
     lr=0.001,
     tokens_per_second=1000.0,
+    tflops=0.5,
+    mfu=0.25,
     samples=16,
-    stages=(StageRow(0.9, 2, 100), StageRow(0.8, 2, 200)),
+    stages=(StageRow(0.75, 2, 100), StageRow(1.01, 2, 200)),
 )
 
 
@@ -21,23 +35,51 @@ def test_a_line_is_there_whole_as_soon_as_it_is_written(tmp_path: Path) -> None:
         assert json.loads(path.read_text()) == {
             "batch": 0,
             "loss": 5.5,
+            "grad_norm": 1.5,
             "lr": 0.001,
             "tokens_per_second": 1000.0,
+            "tflops": 0.5,
+            "mfu": 0.25,
             "samples": 16,
             "stages": [
-                {"busy_fraction": 0.9, "num_versions": 2, "peak_bytes": 100},
-                {"busy_fraction": 0.8, "num_versions": 2, "peak_bytes": 200},
+                {"busy_fraction": 0.75, "num_versions": 2, "peak_bytes": 100},
+                {"busy_fraction": 1.01, "num_versions": 2, "peak_bytes": 200},
             ],
         }
-        writer.write(ROW)
-    assert len(path.read_text().splitlines()) == 2
+        writer.write(ValidationRow(1, 16, 2.0, 7.4))
+    assert json.loads(path.read_text().splitlines()[1]) == {
+        "num_batches": 1,
+        "samples": 16,
+        "validation_loss": 2.0,
+        "validation_perplexity": 7.4,
+    }
 
 
-def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_figures_that_are_not_finite_are_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
-        writer.write(replace(ROW, loss=float("nan")))
-    assert json.loads(path.read_text())["loss"] is None
+        writer.write(replace(ROW, loss=math.nan, grad_norm=math.inf, mfu=None))
+        writer.write(ValidationRow(1, 16, math.nan, math.nan))
+    batch, validation = map(json.loads, path.read_text().splitlines())
+    assert (batch["loss"], batch["grad_norm"], batch["mfu"], batch["lr"]) == (
+        None,
+        None,
+        None,
+        0.001,
+    )
+    assert validation["validation_loss"] is None
+
+
+def test_a_row_knows_its_peak_and_its_bubbles() -> None:
+    assert ROW.peak_bytes == 200
+    assert ROW.bubbles == (0.25, 0.0)
+
+
+def test_perplexity() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(math.log(256)) == pytest.approx(256)
+    assert perplexity(1e6) == math.inf
+    assert math.isnan(perplexity(math.nan))
 
 
 def test_averages_of_a_run() -> None:

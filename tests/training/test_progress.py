@@ -10,13 +10,24 @@ from twobw.training.progress import (
     LiveProgress,
     RemainingTime,
     duration,
+    figures,
     make_progress,
 )
 
 
-def row(batch: int) -> BatchRow:
-    stages = (StageRow(0.96, 2, 100), StageRow(0.9, 2, 200))
-    return BatchRow(batch, 2.5, 0.001, 1234.0, 16 * (batch + 1), stages)
+def row(batch: int, grad_norm: float | None = 0.75, mfu: float | None = None) -> BatchRow:
+    stages = (StageRow(0.96, 2, 2**28), StageRow(0.9, 2, 2**29))
+    return BatchRow(
+        batch,
+        loss=2.5,
+        grad_norm=grad_norm,
+        lr=0.001,
+        tokens_per_second=24691.0,
+        tflops=0.0512,
+        mfu=mfu,
+        samples=16 * (batch + 1),
+        stages=stages,
+    )
 
 
 class Gone(io.StringIO):
@@ -48,27 +59,34 @@ def test_remaining_time_leaves_the_first_batch_out() -> None:
     assert remaining.after(2) == "0:14 left"
 
 
+def test_the_line_of_a_batch_has_torchtitans_form() -> None:
+    assert figures(row(0), num_ranks=2) == (
+        "loss: 2.5000  grad_norm: 0.7500  lr: 1.00e-03  memory: 0.50GiB  tps: 12,346  "
+        "tflops: 0.0512  mfu: n/a  bubble: 4%/10%"
+    )
+    assert "grad_norm" not in figures(row(0, grad_norm=None), num_ranks=2)
+    assert "  mfu: 41.7%  " in figures(row(0, mfu=0.417), num_ranks=2)
+
+
 def test_piped_output_is_plain_lines() -> None:
     stream = io.StringIO()
-    progress = make_progress(stream, num_batches=7, log_every=3)
+    progress = make_progress(stream, num_batches=7, log_every=3, num_ranks=2)
     progress.note("hello")
     for batch in range(7):
         progress.update(row(batch))
     progress.close()
     lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines[1:]] == ["1/7", "3/7", "6/7", "7/7"]
+    assert [line.split()[:2] for line in lines[1:]] == [["step:", n] for n in "1367"]
     assert lines[0] == "hello"
-    assert "loss 2.5000" in lines[1]
-    assert "1,234 tokens/s" in lines[1]
-    assert "bubble 4% 10%" in lines[1]
+    assert figures(row(0), num_ranks=2) in lines[1]
     assert lines[-1].endswith("0:00 left")
     assert "\x1b" not in stream.getvalue()
 
 
 def test_a_terminal_shows_the_last_batch() -> None:
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=100)
-    progress = LiveProgress(console, 7, RemainingTime(7))
+    console = Console(file=stream, force_terminal=True, width=150)
+    progress = LiveProgress(console, 7, RemainingTime(7), num_ranks=2)
     progress.note("hello")
     for batch in range(7):
         progress.update(row(batch))
@@ -77,13 +95,13 @@ def test_a_terminal_shows_the_last_batch() -> None:
     progress.close()
     assert stream.getvalue() == shown  # a second time does nothing
     assert "hello" in shown
-    for part in ("batch 7/7", "loss 2.5000", "1,234 tokens/s", "4% 10%", "0:00 left"):
+    for part in ("step 7/7", figures(row(6), num_ranks=2), "0:00 left"):
         assert part in shown
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_reader_that_leaves_does_not_end_the_run(is_terminal: bool) -> None:
-    progress = make_progress(Gone(is_terminal), num_batches=7, log_every=1)
+    progress = make_progress(Gone(is_terminal), num_batches=7, log_every=1, num_ranks=2)
     progress.note("hello")
     progress.update(row(0))
     progress.close()
@@ -93,7 +111,7 @@ def test_a_python_whose_output_nobody_reads_ends_well() -> None:
     code = """
 import sys
 from twobw.training.progress import make_progress
-progress = make_progress(sys.stdout, 7, 1)
+progress = make_progress(sys.stdout, 7, 1, 2)
 for _ in range(10_000):
     progress.note("hello")
 """

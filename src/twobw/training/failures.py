@@ -44,9 +44,9 @@ class Failure:
     lost_peer: bool
 
 
-def stage_of(rank: int, pp: int) -> int:
-    """The stage of a rank: stages run fastest over the ranks."""
-    return rank % pp
+def stage_of(rank: int, dp: int) -> int:
+    """The stage of a rank: the replicas of a stage are neighbours."""
+    return rank // dp
 
 
 def describe(error: BaseException) -> str:

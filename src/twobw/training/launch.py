@@ -92,7 +92,7 @@ def _run_agent(config: Config, folder: Path) -> None:
     launch_config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.parallel.pp * config.parallel.dp,
+        nproc_per_node=config.num_ranks,
         logs_specs=RankLogs(folder),
         run_id=str(uuid4()),
         role="rank",
@@ -152,7 +152,7 @@ def _exits(error: ChildFailedError, config: Config) -> list[Failure]:
     return [
         Failure(
             rank=rank,
-            stage=stage_of(rank, config.parallel.pp),
+            stage=stage_of(rank, config.parallel.dp),
             reason=describe_exit(failure.exitcode),
             time_ns=order,
             lost_peer=False,
@@ -174,7 +174,7 @@ def _after_signal(config: Config, folder: Path) -> int:
 
 def _cause(config: Config, folder: Path, exits: list[Failure]) -> Failure | None:
     """The first cause in the ranks' records and in what the agent saw of the others."""
-    records = read_failures(folder, config.parallel.pp * config.parallel.dp)
+    records = read_failures(folder, config.num_ranks)
     recorded = {record.rank for record in records}
     return first_cause(records, [failure for failure in exits if failure.rank not in recorded])
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import Signals
 
@@ -15,29 +16,26 @@ from torch import Tensor, distributed
 from twobw import Pipeline
 from twobw.config import Config
 from twobw.models.gpt import gpt_layers, loss_fn
+from twobw.runtime.randomness import build_layer
 from twobw.runtime.results import StepResult
 from twobw.training.data import TextData
+from twobw.training.device import own_device
+from twobw.training.evaluation import Evaluation
 from twobw.training.optimizer import make_lr_scheduler, make_optimizer
+from twobw.training.placement import Placement
 from twobw.training.report import Outcome, RunReport, open_report
 from twobw.training.stopping import stop_on
 
-# A result is read this many batches later, when that no longer waits for the last stage.
+# A result is read this many batches later, when that no longer waits for another rank.
 _LOG_LAG = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A batch that has begun on this rank, and the seconds since the one before (or the start)."""
-
-    result: StepResult
-    seconds: float
 
 
 def train(config: Config, folder: Path, stop_signals: Sequence[Signals]) -> None:
     """Train as the config says and leave the results in ``folder``; every rank calls this.
 
     The process group must be there. Rank 0 shows how the run goes on standard output, and writes
-    the results. The first of ``stop_signals`` makes the next batch the last one.
+    the results. The first of ``stop_signals`` makes the next batch the last one; the word of
+    rank 0 counts.
     """
     data = TextData(
         config.data.paths,
@@ -51,82 +49,159 @@ def train(config: Config, folder: Path, stop_signals: Sequence[Signals]) -> None
         make_pipeline(config) as pipeline,
     ):
         stop_on(stop_signals, pipeline.request_stop)
-        _run(config, data, pipeline, report)
+        if report:
+            report.begin(data, pipeline.split)
+        _Loop(config, data, pipeline, report).run()
 
 
 def make_pipeline(config: Config) -> Pipeline:
     """The pipeline that the config describes, over the process group's ranks."""
+    parallel, training = config.parallel, config.training
     return Pipeline(
-        gpt_layers(config.model.gpt()),
+        gpt_layers(config.model.gpt(), partial(build_layer, training.seed)),
         loss_fn,
         make_optimizer(config.optimizer),
-        schedule=config.parallel.schedule,
-        num_microbatches=config.parallel.num_microbatches,
-        split=list(config.parallel.split) or None,
-        pp=config.parallel.pp,
-        dp=config.parallel.dp,
-        seed=config.training.seed,
-        lr_scheduler=make_lr_scheduler(config.optimizer, config.training.num_batches),
-        extra_in_flight=config.parallel.extra_in_flight,
-        timeout=config.training.timeout_s,
+        schedule=parallel.schedule,
+        num_microbatches=parallel.num_microbatches,
+        split=list(parallel.split) or None,
+        pp=parallel.pp,
+        dp=parallel.dp,
+        seed=training.seed,
+        lr_scheduler=make_lr_scheduler(config.optimizer, training.num_batches),
+        extra_in_flight=parallel.extra_in_flight,
+        precision=training.precision,
+        recompute=training.recompute,
+        max_grad_norm=training.max_grad_norm or None,
+        shard_optimizer=parallel.shard_optimizer,
+        overlap_reduce=parallel.overlap_reduce,
+        timeout=training.timeout_s,
     )
 
 
-def _run(config: Config, data: TextData, pipeline: Pipeline, report: RunReport | None) -> None:
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch that has begun on this rank, and the seconds since the one before (or the start)."""
+
+    result: StepResult
+    seconds: float
+
+
+class _Stopwatch:
+    """Counts the seconds of training.
+
+    Attributes:
+        total: of all laps.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self._since = time.monotonic()
+
+    def lap(self) -> float:
+        """The seconds since the last lap or skip."""
+        before = self._since
+        self.skip()
+        self.total += self._since - before
+        return self._since - before
+
+    def skip(self) -> None:
+        """Leave out what passed since the last lap or skip."""
+        self._since = time.monotonic()
+
+
+class _Loop:
     """All that every rank does in the same order; ``report`` is rank 0's."""
-    loss_start = validation_loss(config, data, pipeline)
-    if report:
-        report.begin(data, pipeline.split, loss_start)
-    start = time.monotonic()
-    pending: deque[Step] = deque()
-    for step in _steps(config, data, pipeline):
-        pending.append(step)
-        if len(pending) > _LOG_LAG:
-            oldest = pending.popleft()
-            if report:
-                report.add(oldest.result, oldest.seconds)
-    pipeline.drain()
-    seconds = time.monotonic() - start
-    if report:
-        for step in pending:
-            report.add(step.result, step.seconds)
-    loss_end = validation_loss(config, data, pipeline)
-    weights, timeline = pipeline.full_state_dict(), pipeline.timeline()
-    if report and weights is not None and timeline is not None:
-        report.finish(Outcome(seconds, loss_start, loss_end, weights, timeline))
 
+    def __init__(
+        self, config: Config, data: TextData, pipeline: Pipeline, report: RunReport | None
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._pipeline = pipeline
+        self._report = report
+        self._placement = Placement(
+            pipeline.replica,
+            config.parallel.dp,
+            pipeline.is_first_stage,
+            pipeline.is_last_stage,
+            own_device(),
+        )
+        self._evaluation = Evaluation(config, data, pipeline, self._placement)
+        self._checks_replicas = config.parallel.dp > 1 and config.parallel.check_replicas_every > 0
+        self._watch = _Stopwatch()
+        self._num_batches = 0
+        self._pending: deque[_Step] = deque()
 
-def _steps(config: Config, data: TextData, pipeline: Pipeline) -> Iterator[Step]:
-    """Train batch after batch, up to the last one or the one that a stop request made the last."""
-    before = time.monotonic()
-    for batch in range(config.training.num_batches):
-        size = config.training.global_batch_size
-        inputs, targets = _needed(pipeline, data.batch(batch * size, size))
-        result = pipeline.train_step(inputs, targets)
-        now = time.monotonic()
-        yield Step(result, now - before)
-        before = now
-        if result.is_last:
+    def run(self) -> None:
+        """Evaluate, train batch after batch up to the last one or the one that a stop request
+        made the last, evaluate, and leave the results."""
+        self._evaluate()
+        self._watch.skip()
+        while self._num_batches < self._config.training.num_batches:
+            result = self._train_batch()
+            if result.is_last:
+                break
+            if self._num_batches < self._config.training.num_batches:
+                self._pause_if_due()
+        self._drain()
+        if self._checks_replicas:
+            self._pipeline.check_replicas()
+        self._evaluate()
+        weights, timeline = self._pipeline.full_state_dict(), self._pipeline.timeline()
+        if self._report and weights is not None and timeline is not None:
+            self._report.finish(Outcome(self._watch.total, weights, timeline))
+
+    def _train_batch(self) -> StepResult:
+        result = self._pipeline.train_step(*self._batch(self._num_batches))
+        self._num_batches += 1
+        self._pending.append(_Step(result, self._watch.lap()))
+        self._log(_LOG_LAG)
+        return result
+
+    def _batch(self, number: int) -> tuple[Tensor | None, Tensor | None]:
+        """This rank's part of a batch; nothing on a stage that needs none of it."""
+        if not (self._placement.needs_inputs or self._placement.needs_targets):
+            return None, None
+        size = self._config.training.global_batch_size
+        first, count = self._placement.part(size)
+        return self._placement.needed(self._data.batch(number * size + first, count))
+
+    def _pause_if_due(self) -> None:
+        """Between two batches: compare the replicas, or evaluate. Neither is time of training,
+        but the drain before it is."""
+        parallel, training = self._config.parallel, self._config.training
+        is_check = self._checks_replicas and self._num_batches % parallel.check_replicas_every == 0
+        every = training.evaluate_every
+        is_evaluation = every > 0 and self._num_batches % every == 0
+        if not (is_check or is_evaluation):
             return
+        self._drain()
+        if is_check:
+            self._pipeline.check_replicas()
+        if is_evaluation:
+            self._evaluate()
+        self._watch.skip()
 
+    def _drain(self) -> None:
+        self._pipeline.drain()
+        self._watch.lap()
+        self._log(0)
 
-def validation_loss(config: Config, data: TextData, pipeline: Pipeline) -> float | None:
-    """Mean loss over ``evaluation_batches`` batches of the validation text; None without any."""
-    losses = []
-    num_batches, size = config.training.evaluation_batches, config.training.global_batch_size
-    for batch in data.validation_batches(num_batches, size):
-        num_microbatches = min(config.parallel.num_microbatches, len(batch[0]))
-        inputs, targets = _needed(pipeline, batch)
-        losses.append(pipeline.evaluate(inputs, targets, num_microbatches=num_microbatches))
-    return sum(losses) / len(losses) if losses else None
+    def _log(self, lag: int) -> None:
+        """Report all but the last ``lag`` batches."""
+        while len(self._pending) > lag:
+            step = self._pending.popleft()
+            if self._report:
+                self._report.add(step.result, step.seconds)
 
-
-def _needed(
-    pipeline: Pipeline, batch: tuple[Tensor, Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
-    """The inputs on the first stage and the targets on the last."""
-    inputs, targets = batch
-    return (
-        inputs if pipeline.is_first_stage else None,
-        targets if pipeline.is_last_stage else None,
-    )
+    def _evaluate(self) -> None:
+        """Evaluate; where that is done on the way, keep the weights that are the best so far."""
+        loss = self._evaluation.loss()
+        if self._report and loss is not None:
+            self._report.validated(self._num_batches, loss)
+        if not (self._config.training.evaluate_every and self._num_batches):
+            return
+        if self._evaluation.is_best(loss):
+            weights = self._pipeline.full_state_dict()
+            if self._report and weights is not None:
+                self._report.keep_best(weights)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """One stage in one batch.
+    """One stage in one batch; of its replicas, the first.
 
     Attributes:
         busy_fraction: part of the batch's time in forwards, backwards and updates, waits excluded.
@@ -26,23 +26,65 @@ class StageRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """One line of ``metrics.jsonl``.
+    """A batch's line of ``metrics.jsonl``. Figures that are not finite are null there.
 
     Attributes:
         batch: 0-based.
-        loss: training loss, mean over the batch (nats a byte); null if it is not finite.
+        loss: training loss, mean over the global batch (nats a byte).
+        grad_norm: global norm of the gradient before clipping; None where it is not clipped, and
+            for an update that fp16 skipped.
         lr: the learning rate that this batch's update uses.
-        tokens_per_second: of this batch, by stage 0's clock, all replicas together.
+        tokens_per_second: of this batch, by stage 0's clock, all ranks together.
+        tflops: 10**12 floating-point operations a second, of one rank.
+        mfu: these as a part of what the rank's device can do at most; None where that is not known.
         samples: trained on since the start of the run, this batch included.
         stages: by stage.
     """
 
     batch: int
     loss: float
+    grad_norm: float | None
     lr: float
     tokens_per_second: float
+    tflops: float
+    mfu: float | None
     samples: int
     stages: tuple[StageRow, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a stage's process has used so far."""
+        return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The part of the batch that each stage was idle."""
+        return tuple(max(1.0 - stage.busy_fraction, 0.0) for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRow:
+    """An evaluation's line of ``metrics.jsonl``.
+
+    Attributes:
+        num_batches: trained before it.
+        samples: trained on before it.
+        validation_loss: mean over the validation batches (nats a byte).
+        validation_perplexity: its exponential.
+    """
+
+    num_batches: int
+    samples: int
+    validation_loss: float
+    validation_perplexity: float
+
+
+def perplexity(loss: float) -> float:
+    """``exp(loss)``; infinite where that is too large for a number."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def finite(value: float | None) -> float | None:
@@ -56,9 +98,13 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         self._stream = path.open("a", encoding="utf-8")
 
-    def write(self, row: BatchRow) -> None:
-        """Append one batch."""
-        self._stream.write(json.dumps(asdict(row) | {"loss": finite(row.loss)}) + "\n")
+    def write(self, row: BatchRow | ValidationRow) -> None:
+        """Append one line."""
+        figures = {
+            name: finite(value) if isinstance(value, float) else value
+            for name, value in asdict(row).items()
+        }
+        self._stream.write(json.dumps(figures) + "\n")
         self._stream.flush()
 
     def __enter__(self) -> MetricsWriter:
@@ -85,7 +131,7 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """``summary.json``: how a run ended.
+    """``summary.json``: how a run ended. Losses that are not finite are None.
 
     Attributes:
         schedule: its name.
@@ -95,9 +141,11 @@ class Summary:
         is_stopped_early: whether it was asked to stop before the last batch of the config.
         validation_loss_start: nats a byte before training; None where none was asked for.
         validation_loss_end: the same after it.
-        train_loss_end: training loss of the last batch. Losses that are not finite are None.
-        tokens_per_second: all tokens over the time from the first batch's start to the drain's end.
-        train_seconds: that time.
+        validation_loss_best: the lowest of those after the start.
+        best_num_batches: how many batches had been trained then.
+        train_loss_end: training loss of the last batch.
+        tokens_per_second: all tokens over the time in `train_seconds`.
+        train_seconds: from the first batch's start to the drain's end, evaluations left out.
         stages: by stage.
         prompt: what the trained model was asked to go on with.
         sample: the text that it wrote, the prompt included.
@@ -110,6 +158,8 @@ class Summary:
     is_stopped_early: bool
     validation_loss_start: float | None
     validation_loss_end: float | None
+    validation_loss_best: float | None
+    best_num_batches: int | None
     train_loss_end: float | None
     tokens_per_second: float
     train_seconds: float

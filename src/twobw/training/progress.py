@@ -64,14 +64,14 @@ def _discard(stream: TextIO) -> None:
         os.close(null)
 
 
-def make_progress(stream: TextIO, num_batches: int, log_every: int) -> Progress:
+def make_progress(stream: TextIO, num_batches: int, log_every: int, num_ranks: int) -> Progress:
     """The display that fits ``stream``."""
     clock = RemainingTime(num_batches)
     output = Output(stream)
     if output.isatty():
         console = Console(file=cast("IO[str]", output))
-        return LiveProgress(console, num_batches, clock)
-    return PlainProgress(output, num_batches, log_every, clock)
+        return LiveProgress(console, num_batches, clock, num_ranks)
+    return PlainProgress(output, num_batches, log_every, clock, num_ranks)
 
 
 class RemainingTime:
@@ -101,21 +101,40 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def bubbles(row: BatchRow) -> str:
-    """The part of the batch that each stage was idle, stage 0 first: ``4% 6%``."""
-    return " ".join(f"{max(1.0 - stage.busy_fraction, 0.0):.0%}" for stage in row.stages)
+def is_logged(num_done: int, num_batches: int, log_every: int) -> bool:
+    """Whether a batch is one to show: the first, the last, and every ``log_every``."""
+    return num_done % log_every == 0 or num_done in (1, num_batches)
+
+
+def figures(row: BatchRow, num_ranks: int) -> str:
+    """A batch's figures in the form that torchtitan's log has: tps, tflops and mfu are of one
+    rank, the memory is the largest of any stage, the bubble is the part of the batch that each
+    stage was idle. Without clipping there is no grad_norm."""
+    norm = "" if row.grad_norm is None else f"grad_norm: {row.grad_norm:.4f}  "
+    mfu = "n/a" if row.mfu is None else f"{row.mfu:.1%}"
+    return (
+        f"loss: {row.loss:.4f}  {norm}lr: {row.lr:.2e}  memory: {row.peak_bytes / 2**30:.2f}GiB  "
+        f"tps: {row.tokens_per_second / num_ranks:,.0f}  tflops: {row.tflops:.3g}  mfu: {mfu}  "
+        f"bubble: {'/'.join(f'{bubble:.0%}' for bubble in row.bubbles)}"
+    )
 
 
 class PlainProgress:
     """A line every ``log_every`` batches and for the first and the last."""
 
     def __init__(
-        self, output: Output, num_batches: int, log_every: int, clock: RemainingTime
+        self,
+        output: Output,
+        num_batches: int,
+        log_every: int,
+        clock: RemainingTime,
+        num_ranks: int,
     ) -> None:
         self._output = output
         self._num_batches = num_batches
         self._log_every = log_every
         self._clock = clock
+        self._num_ranks = num_ranks
 
     def note(self, text: str) -> None:
         """Show a line of text."""
@@ -124,26 +143,26 @@ class PlainProgress:
     def update(self, row: BatchRow) -> None:
         """Show a batch, if it is one to show."""
         done = row.batch + 1
-        if done % self._log_every and done not in (1, self._num_batches):
-            return
-        self.note(
-            f"batch {done}/{self._num_batches}  loss {row.loss:.4f}  lr {row.lr:.2e}  "
-            f"{row.tokens_per_second:,.0f} tokens/s  bubble {bubbles(row)}  "
-            f"{self._clock.after(row.batch)}"
-        )
+        if is_logged(done, self._num_batches, self._log_every):
+            self.note(
+                f"step: {done}  {figures(row, self._num_ranks)}  {self._clock.after(row.batch)}"
+            )
 
     def close(self) -> None:
         """Nothing is left to do."""
 
 
 class LiveProgress:
-    """A bar, the loss and the stages, redrawn in place at most every 0.2 s by the calling thread:
+    """A bar and the figures, redrawn in place at most every 0.2 s by the calling thread:
     a thread of its own would take time from the stage."""
 
-    def __init__(self, console: Console, num_batches: int, clock: RemainingTime) -> None:
+    def __init__(
+        self, console: Console, num_batches: int, clock: RemainingTime, num_ranks: int
+    ) -> None:
         self._console = console
         self._num_batches = num_batches
         self._clock = clock
+        self._num_ranks = num_ranks
         self._live = Live(console=console, auto_refresh=False)
         self._drawn = 0.0
         self._row: BatchRow | None = None
@@ -174,10 +193,7 @@ class LiveProgress:
         head = Table.grid(padding=(0, 2))
         head.add_row(
             ProgressBar(total=self._num_batches, completed=done, width=30),
-            f"batch {done}/{self._num_batches}",
+            f"step {done}/{self._num_batches}",
             self._clock.after(row.batch),
         )
-        figures = Text(
-            f"loss {row.loss:.4f}   lr {row.lr:.2e}   {row.tokens_per_second:,.0f} tokens/s"
-        )
-        return Group(head, figures, Text(f"bubble by stage  {bubbles(row)}"))
+        return Group(head, Text(figures(row, self._num_ranks)))

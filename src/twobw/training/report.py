@@ -6,34 +6,47 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import twobw
 from twobw.config import Config
 from twobw.core.timeline import Timeline
-from twobw.models.gpt import gpt, num_parameters
+from twobw.models.gpt import flops_per_token, gpt_with, num_parameters
 from twobw.reports.perfetto import chrome_trace
 from twobw.runtime.results import StepResult
 from twobw.training.data import TextData
-from twobw.training.metrics import BatchRow, MetricsWriter, StageAverages, StageRow, Summary, finite
+from twobw.training.device import own_device, peak_flops
+from twobw.training.metrics import (
+    BatchRow,
+    MetricsWriter,
+    StageAverages,
+    StageRow,
+    Summary,
+    ValidationRow,
+    finite,
+    perplexity,
+)
 from twobw.training.optimizer import lr_at
-from twobw.training.progress import Progress, duration, make_progress
+from twobw.training.progress import Progress, duration, is_logged, make_progress
 from twobw.training.run_folder import (
+    BEST_WEIGHTS,
     METRICS,
     SUMMARY,
+    TENSORBOARD,
     TIMELINE,
     WEIGHTS,
-    replacing,
     write_json,
 )
 from twobw.training.sampling import generate
+from twobw.training.weights import save_weights
+
+if TYPE_CHECKING:
+    from twobw.training.tensorboard import TensorBoard
 
 PROMPT = "def "
 _SAMPLE_TOKENS = 200
@@ -45,16 +58,12 @@ class Outcome:
     """What a run has come to, on rank 0.
 
     Attributes:
-        seconds: from the first batch's start to the drain's end.
-        loss_start: validation loss before training, None where none was asked for.
-        loss_end: the same after it.
+        seconds: of training, from the first batch's start to the drain's end.
         weights: under the model's own names.
         timeline: of the last batches.
     """
 
     seconds: float
-    loss_start: float | None
-    loss_end: float | None
     weights: dict[str, Tensor]
     timeline: Timeline
 
@@ -63,20 +72,30 @@ class Outcome:
 def open_report(config: Config, folder: Path) -> Iterator[RunReport]:
     """Rank 0's report of a run, on standard output; warnings of this package are shown too."""
     training = config.training
-    progress = make_progress(sys.stdout, training.num_batches, training.log_every)
-    with (
-        MetricsWriter(folder / METRICS) as metrics,
-        closing(progress),
-        _warnings_noted(progress),
-    ):
-        yield RunReport(config, folder, metrics, progress)
+    progress = make_progress(sys.stdout, training.num_batches, training.log_every, config.num_ranks)
+    with ExitStack() as stack:
+        metrics = stack.enter_context(MetricsWriter(folder / METRICS))
+        board = None
+        if config.run.tensorboard:
+            from twobw.training.tensorboard import TensorBoard
+
+            length = config.model.sequence_length
+            board = stack.enter_context(TensorBoard(folder / TENSORBOARD, config.num_ranks, length))
+        stack.enter_context(closing(progress))
+        stack.enter_context(_warnings_noted(progress))
+        yield RunReport(config, folder, metrics, progress, board)
 
 
 class RunReport:
     """Takes in a run's figures, shows them, and writes the files of the run's folder."""
 
     def __init__(
-        self, config: Config, folder: Path, metrics: MetricsWriter, progress: Progress
+        self,
+        config: Config,
+        folder: Path,
+        metrics: MetricsWriter,
+        progress: Progress,
+        board: TensorBoard | None = None,
     ) -> None:
         self._config = config
         self._folder = folder
@@ -84,24 +103,31 @@ class RunReport:
         self._split: list[int] = []
         self._metrics = metrics
         self._progress = progress
+        self._board = board
+        self._flops_per_token = flops_per_token(config.model.gpt())
+        self._peak_flops = peak_flops(own_device())
         self._num_batches = 0
         self._loss = math.nan
+        self._validations: list[ValidationRow] = []
 
-    def begin(self, data: TextData, split: list[int], loss_start: float | None) -> None:
+    def begin(self, data: TextData, split: list[int]) -> None:
         """Say what will be trained on what."""
         config, parallel = self._config, self._config.parallel
         self._split = split
+        replicas = f" x {parallel.dp} replicas" if parallel.dp > 1 else ""
         self._progress.note(
             f"{config.model.name}: {num_parameters(config.model.gpt()):,} parameters in "
-            f"{parallel.pp} stages of {split} layers; {parallel.schedule}, "
-            f"{parallel.num_microbatches} microbatches"
+            f"{parallel.pp} stages of {split} layers{replicas}; {parallel.schedule}, "
+            f"{parallel.num_microbatches} microbatches, {config.training.precision}"
         )
         self._progress.note(
             f"text: {data.num_files:,} files, {len(data.train):,} bytes to train on, "
             f"{len(data.validation):,} to validate"
         )
-        if loss_start is not None:
-            self._progress.note(f"validation loss {loss_start:.4f} nats a byte")
+        self._progress.note(
+            f"tps, tflops and mfu are of each of the {config.num_ranks} ranks; "
+            f"{self._flops_per_token:,} floating-point operations a token; loss in nats a byte"
+        )
 
     def add(self, result: StepResult, seconds: float) -> None:
         """Take in one batch, which took ``seconds``; waits until its figures have arrived."""
@@ -110,11 +136,16 @@ class RunReport:
             StageRow(stage.busy_fraction, stage.num_versions, stage.peak_bytes)
             for stage in result.stage_metrics() or ()
         )
+        tokens_per_second = self._tokens(1) / seconds
+        flops = self._flops_per_token * tokens_per_second / config.num_ranks
         row = BatchRow(
             batch=result.batch,
             loss=float(result.loss),
+            grad_norm=result.grad_norm,
             lr=lr_at(result.batch, config.optimizer, config.training.num_batches),
-            tokens_per_second=self._tokens(1) / seconds,
+            tokens_per_second=tokens_per_second,
+            tflops=flops / 1e12,
+            mfu=None if self._peak_flops is None else flops / self._peak_flops,
             samples=(result.batch + 1) * config.training.global_batch_size,
             stages=stages,
         )
@@ -122,12 +153,32 @@ class RunReport:
         self._loss = row.loss
         self._averages.add(stages)
         self._metrics.write(row)
+        training = config.training
+        is_shown = is_logged(self._num_batches, training.num_batches, training.log_every)
+        if self._board and is_shown:
+            self._board.write_batch(row)
         self._progress.update(row)
+
+    def validated(self, num_batches: int, loss: float) -> None:
+        """Take in the validation loss after ``num_batches``."""
+        samples = num_batches * self._config.training.global_batch_size
+        row = ValidationRow(num_batches, samples, loss, perplexity(loss))
+        self._validations.append(row)
+        self._metrics.write(row)
+        if self._board:
+            self._board.write_validation(row)
+        self._progress.note(
+            f"validate step: {num_batches}  loss: {loss:.4f}  "
+            f"perplexity: {row.validation_perplexity:.4g}"
+        )
+
+    def keep_best(self, weights: dict[str, Tensor]) -> None:
+        """Keep the weights that were just validated: they are the best so far."""
+        save_weights(weights, self._config.model.gpt(), self._folder / BEST_WEIGHTS)
 
     def finish(self, outcome: Outcome) -> None:
         """Write the results, the summary last, and say what came of the run."""
-        with replacing(self._folder / WEIGHTS) as path:
-            save_file(outcome.weights, path)
+        save_weights(outcome.weights, self._config.model.gpt(), self._folder / WEIGHTS)
         write_json(self._folder / TIMELINE, chrome_trace(outcome.timeline), indent=None)
         summary = self._summary(outcome)
         write_json(self._folder / SUMMARY, asdict(summary))
@@ -141,14 +192,18 @@ class RunReport:
     def _summary(self, outcome: Outcome) -> Summary:
         training = self._config.training
         tokens = self._tokens(self._num_batches)
+        losses = {row.num_batches: row.validation_loss for row in self._validations}
+        best = best_of(self._validations)
         return Summary(
             schedule=self._config.parallel.schedule,
             num_batches=self._num_batches,
             samples=self._num_batches * training.global_batch_size,
             tokens=tokens,
             is_stopped_early=self._num_batches < training.num_batches,
-            validation_loss_start=finite(outcome.loss_start),
-            validation_loss_end=finite(outcome.loss_end),
+            validation_loss_start=finite(losses.get(0)),
+            validation_loss_end=finite(losses.get(self._num_batches)),
+            validation_loss_best=best.validation_loss if best else None,
+            best_num_batches=best.num_batches if best else None,
             train_loss_end=finite(self._loss),
             tokens_per_second=tokens / outcome.seconds,
             train_seconds=outcome.seconds,
@@ -160,9 +215,7 @@ class RunReport:
     def _sample(self, weights: dict[str, Tensor]) -> str:
         """What the model goes on with after `PROMPT`; nothing if its training has diverged."""
         size = self._config.model.gpt()
-        with torch.device("meta"):
-            model = gpt(size)
-        model.load_state_dict(weights, assign=True)
+        model = gpt_with(size, weights)
         try:
             text = generate(
                 model, PROMPT.encode(), _SAMPLE_TOKENS, sequence_length=size.sequence_length
@@ -171,6 +224,12 @@ class RunReport:
             self._progress.note(f"no sample: {error}")
             return ""
         return PROMPT + readable(text)
+
+
+def best_of(validations: list[ValidationRow]) -> ValidationRow | None:
+    """The first with the lowest loss of those after the start; None without one that is finite."""
+    rows = [row for row in validations if row.num_batches and math.isfinite(row.validation_loss)]
+    return min(rows, key=lambda row: row.validation_loss, default=None)
 
 
 def readable(text: bytes) -> str:
@@ -203,6 +262,11 @@ def describe(summary: Summary, folder: Path) -> str:
         f"timeline  {folder / TIMELINE} (open it in ui.perfetto.dev)",
         f"weights   {folder / WEIGHTS} (twobw sample {folder} --prompt {summary.prompt!r})",
     ]
+    if (best := folder / BEST_WEIGHTS).is_file():
+        lines.append(
+            f"best      {best} (validation loss {summary.validation_loss_best:.4f} after "
+            f"{summary.best_num_batches:,} batches)"
+        )
     return "\n".join(lines)
 
 

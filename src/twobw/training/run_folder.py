@@ -15,6 +15,8 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 TIMELINE = "timeline.json"
 WEIGHTS = "weights.safetensors"
+BEST_WEIGHTS = "best.safetensors"
+TENSORBOARD = "tensorboard"
 
 
 def create_run_folder(parent: Path, name: str) -> Path:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from twobw.config import read_resolved_config
-from twobw.models.gpt import gpt
 from twobw.training.run_folder import CONFIG, WEIGHTS
+from twobw.training.weights import load_weights
 
 _NUM_BYTES = 256
 _FIRST_TOKEN = b"\n"  # what an empty prompt starts from
@@ -63,15 +62,12 @@ def load_run(folder: Path) -> tuple[nn.Sequential, int]:
     if not weights.is_file():
         raise RunError(f"{folder} has no {WEIGHTS} yet: a run saves its weights when it ends")
     config = read_resolved_config(folder / CONFIG).model.gpt()
-    with torch.device("meta"):
-        model = gpt(config)
     try:
-        model.load_state_dict(load_file(weights), assign=True)
+        return load_weights(config, weights), config.sequence_length
     except (OSError, SafetensorError) as error:
         raise RunError(f"{weights} cannot be read: {error}") from error
     except RuntimeError as error:  # names or shapes
         raise RunError(f"{weights} does not fit the model of {folder / CONFIG}: {error}") from error
-    return model, config.sequence_length
 
 
 def _nearest_run(folder: Path) -> str:

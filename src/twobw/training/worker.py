@@ -42,7 +42,7 @@ def main() -> None:
         _train(config, folder, stop_signals)
     except Exception as error:
         traceback.print_exc()
-        record_failure(folder, rank, stage_of(rank, config.parallel.pp), error)
+        record_failure(folder, rank, stage_of(rank, config.parallel.dp), error)
         _exit_at_once()
 
 
@@ -59,7 +59,7 @@ def run_rank(config: Config) -> int:
             "the launcher",
             [
                 f"WORLD_SIZE is {world_size}, but parallel.pp * parallel.dp is {pp} * {dp} = "
-                f"{pp * dp}; start that many ranks, or set --parallel.pp {world_size // dp}"
+                f"{pp * dp}; start that many ranks{_hint(world_size, dp)}"
             ],
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -72,21 +72,31 @@ def run_rank(config: Config) -> int:
         folder = _agree_on_folder(config, rank)
         _train(config, folder, stop_signals)
     except Exception as error:
-        _report(folder, rank, stage_of(rank, pp), error)
+        _report(folder, rank, stage_of(rank, dp), error)
         _exit_at_once()
     return 0
+
+
+def _hint(world_size: int, dp: int) -> str:
+    """What would fit the number of ranks that there are."""
+    return "" if world_size % dp else f", or set --parallel.pp {world_size // dp}"
 
 
 def _init_process_group(config: Config) -> None:
     import torch
     from torch import distributed
 
+    from twobw.training.device import own_device
+
     torch.set_num_threads(config.training.num_threads)
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl"
-    distributed.init_process_group(backend, timeout=timedelta(seconds=config.training.timeout_s))
+    timeout = timedelta(seconds=config.training.timeout_s)
+    device = own_device()
+    if device.type == "cpu":
+        distributed.init_process_group("gloo", timeout=timeout)
+        return
+    torch.cuda.set_device(device)
+    # With its device known, NCCL connects at once, and not within the first batch.
+    distributed.init_process_group("nccl", timeout=timeout, device_id=device)
 
 
 def _agree_on_folder(config: Config, rank: int) -> Path:

@@ -1,0 +1,69 @@
+"""The loss on the validation text, and whether it is a run's lowest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from twobw import Pipeline
+from twobw.config import Config
+from twobw.training.data import DataError, TextData
+from twobw.training.placement import Placement
+
+
+class Evaluation:
+    """Evaluates a pipeline as the config says.
+
+    Args:
+        config: of the run.
+        data: its text.
+        pipeline: what is trained.
+        placement: which part of a batch this rank takes.
+
+    Raises:
+        DataError: the validation text has too few samples for the replicas.
+    """
+
+    def __init__(
+        self, config: Config, data: TextData, pipeline: Pipeline, placement: Placement
+    ) -> None:
+        training, parallel = config.training, config.parallel
+        self._data = data
+        self._pipeline = pipeline
+        self._placement = placement
+        self._num_batches = training.evaluation_batches
+        self._size = min(training.evaluation_size, data.num_validation_windows)
+        wanted = training.evaluation_microbatches or parallel.num_microbatches
+        self._num_microbatches = min(wanted, self._size // parallel.dp)
+        self._best_loss = math.inf
+        if self._num_batches and not self._num_microbatches:
+            raise DataError(
+                f"the validation text has {self._size} samples, fewer than parallel.dp = "
+                f"{parallel.dp}; give more text or a larger data.validation_fraction, or set "
+                "training.evaluation_batches = 0"
+            )
+
+    def loss(self) -> float | None:
+        """The mean over the validation batches, the same on every rank; all ranks call it.
+        ``None`` where none was asked for."""
+        losses = [
+            self._pipeline.evaluate(*batch, num_microbatches=self._num_microbatches)
+            for batch in self._batches()
+        ]
+        return sum(losses) / len(losses) if losses else None
+
+    def is_best(self, loss: float | None) -> bool:
+        """Take in a loss; whether it is lower than all before."""
+        if loss is None or not loss < self._best_loss:
+            return False
+        self._best_loss = loss
+        return True
+
+    def _batches(self) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        """This rank's part of each validation batch."""
+        for inputs, targets in self._data.validation_batches(self._num_batches, self._size):
+            first, count = self._placement.part(len(inputs))
+            part = slice(first, first + count)
+            yield self._placement.needed((inputs[part], targets[part]))
