@@ -109,6 +109,8 @@ def train_stashed(
     m: int,
     split: Sequence[int],
     seed: int = 0,
+    *,
+    max_grad_norm: float | None = None,
 ) -> list[float]:
     """PipeDream's rule: an update after every microbatch i; stage s runs it on its own version
     max(i - (p - 1 - s), 0). Every version is kept; a model is put together for each microbatch.
@@ -135,6 +137,8 @@ def train_stashed(
             total += loss.item() * (len(x) / len(inputs))
             for parameter, ran in zip(model.parameters(), worker.parameters(), strict=True):
                 parameter.grad = ran.grad
+            if max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
             optimizer.step()
             versions.append(copy.deepcopy(model.state_dict()))
             i += 1

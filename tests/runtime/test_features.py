@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import twobw
-from tests.runtime.reference import train
+from tests.runtime.reference import train, train_stashed
 
 SEED = 7
 DELAY = {"2bw": 1, "1f1b": 0, "gpipe": 0, "no-pipeline": 0}
@@ -304,6 +304,21 @@ class TestReplicas:
             parameters[0][1].data[0] += 1e-3
             with pytest.raises(RuntimeError, match="replicas of stage 1 have different weights"):
                 pipeline.check_replicas()
+
+
+class TestWeightStashing:
+    @pytest.mark.parametrize(
+        "options", [{"recompute": "layer"}, {"recompute": "stage"}, {"max_grad_norm": 0.3}], ids=str
+    )
+    @pytest.mark.parametrize("pp", [2, 3])
+    def test_equals_the_reference(self, pp: int, options: dict) -> None:
+        model, data = build(), build_data()
+        split = [6 - 2 * (pp - 1), *[2] * (pp - 1)]
+        state, losses, _ = run(model, data, "weight-stashing", pp=pp, split=split, **options)
+        clipping = {k: v for k, v in options.items() if k == "max_grad_norm"}
+        expected = train_stashed(model, nn.MSELoss(), adamw, data, 2, split, SEED, **clipping)
+        assert_equal(state, model.state_dict())
+        assert losses == expected
 
 
 class TestPrecision:

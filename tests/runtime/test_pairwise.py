@@ -1,0 +1,99 @@
+"""Every pair of features together, beside the plain reference."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.reference import train
+from tests.runtime.test_features import DELAY, SEED, build, build_data, momentum, run
+
+FACTORS: dict[str, list[Any]] = {
+    "schedule": list(DELAY),
+    "layout": [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)],
+    "recompute": ["none", "layer", "stage", "attention"],
+    "tied": [False, True],
+    "max_grad_norm": [None, 0.3],
+    "precision": ["fp32", "bf16", "fp16"],
+    "shard_optimizer": [False, True],
+    "overlap_reduce": [True, False],
+    "m": [1, 2, 3],
+}
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pairwise(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Cases in which every pair of values of two factors meets at least once: each is made of
+    pairs not met yet, the first ones that fit together."""
+    missing = {
+        frozenset([(a, i), (b, j)])
+        for a, b in itertools.combinations(factors, 2)
+        for i in range(len(factors[a]))
+        for j in range(len(factors[b]))
+    }
+    cases = []
+    while missing:
+        chosen: dict[str, int] = {}
+        for pair in sorted(missing, key=sorted):
+            if all(chosen.get(name, index) == index for name, index in pair):
+                chosen.update(dict(pair))
+        case = {name: chosen.get(name, 0) for name in factors}
+        missing -= {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
+        cases.append({name: factors[name][index] for name, index in case.items()})
+    return cases
+
+
+CASES = pairwise(FACTORS)
+
+
+def test_every_pair_is_there() -> None:
+    for a, b in itertools.combinations(FACTORS, 2):
+        met = {(str(case[a]), str(case[b])) for case in CASES}
+        assert len(met) == len(FACTORS[a]) * len(FACTORS[b])
+
+
+@pytest.mark.filterwarnings("ignore:2bw with")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_equals_the_reference(case: dict[str, Any]) -> None:
+    options = dict(case)
+    (pp, dp), m, schedule = options.pop("layout"), options.pop("m"), options.pop("schedule")
+    # layers with statistics see each replica's samples only, or need fp32
+    layers = [layer for i, layer in enumerate(build(tied=options.pop("tied"))) if i not in (1, 4)]
+    model, data = nn.Sequential(*layers), build_data(num_samples=2 * m * dp + 1)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state, losses, norms = run(
+        model, data, schedule, m=m, pp=pp, dp=dp, optimizer=momentum, **options
+    )
+    expected_norms: list[float] = []
+    expected = train(
+        model,
+        nn.MSELoss(),
+        momentum,
+        data,
+        m * dp,
+        SEED,
+        delay=DELAY[schedule],
+        max_grad_norm=case["max_grad_norm"],
+        dtype=DTYPES[case["precision"]],
+        norms=expected_norms,
+    )
+    # Bit for bit where one process would add the same numbers in the same order. Sums over replicas
+    # or copies of a tied weight round differently in fp32; in 16 bits such a difference can move a
+    # compute copy by one of its own roundings, 2^-8 in bf16, which the next gradients then show.
+    close = {"rtol": 0.0, "atol": 0.0}
+    if dp > 1 or (case["tied"] and pp > 1):
+        close = {"rtol": 1e-4, "atol": 1e-6}
+        if case["precision"] != "fp32":
+            close = {"rtol": 2e-2, "atol": 2e-3}
+    assert list(state) == list(start)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, **close)
+        assert not torch.equal(tensor, start[name])
+    assert losses == pytest.approx(expected, rel=close["rtol"], abs=close["atol"])
+    if case["max_grad_norm"] is not None:
+        taken = [norm for norm in norms if norm is not None]
+        assert taken == pytest.approx(expected_norms, rel=close["rtol"], abs=close["atol"])
