@@ -155,9 +155,14 @@ class ThreadCollective:
         self._meeting.fail()
 
 
-def same_everywhere(group: Collective, numbers: Sequence[int]) -> bool:
-    """Whether all members gave the same integers."""
-    lowest, highest = torch.tensor(numbers), torch.tensor(numbers)
-    group.all_reduce(lowest, "min")
-    group.all_reduce(highest, "max")
-    return torch.equal(lowest, highest)
+def same_everywhere(group: Collective, tensors: Sequence[Tensor]) -> bool:
+    """Whether all members have the same ``tensors``, to the bit; all get the same answer."""
+    differs = torch.zeros(1)
+    for tensor in tensors:
+        bits = tensor.reshape(-1).view(torch.uint8)
+        lowest = bits.clone()
+        group.all_reduce(lowest, "min")
+        if not torch.equal(lowest, bits):
+            differs.fill_(1)
+    group.all_reduce(differs, "max")
+    return not differs.item()

@@ -140,9 +140,9 @@ class Rank:
 
     def _start(self, schedule: ScheduleChoice) -> None:
         """Begin a schedule at its own batch 0, version 0; nothing is in flight."""
-        mesh, options = self.mesh, dict(schedule.options)
-        if schedule.name == "2bw" and self._settings.overlap_reduce:
-            options["defer_update"] = self._reduction.needs_other_ranks
+        mesh = self.mesh
+        defers = self._settings.overlap_reduce and self._reduction.needs_other_ranks
+        options = schedule.deferred() if defers else schedule.options
         self._schedule = schedule
         self._origin = self._next_batch
         self._program = stage_program(
@@ -235,8 +235,8 @@ class Rank:
     def check_replicas(self) -> None:
         """See `Pipeline.check_replicas`."""
         self.drain()
-        sums = [checksum(p.data) for _, p in self._weights.optimizer_parameters()]
-        if not same_everywhere(self.mesh.shards, sums):
+        weights = [parameter.data for _, parameter in self._weights.optimizer_parameters()]
+        if not same_everywhere(self.mesh.shards, weights):
             raise RuntimeError(
                 f"the replicas of stage {self.mesh.stage} have different weights after batch "
                 f"{self._next_batch - 1}; they must be equal to the bit. A layer whose gradient "
@@ -379,11 +379,6 @@ def receive(transport: Transport, peer: int) -> list[Tensor]:
     transport.expect(peer, Channel.STATE, None)
     tensors = transport.receive(peer, Channel.STATE).tensors
     return [tensor for tensor in tensors if tensor is not None]
-
-
-def checksum(tensor: Tensor) -> int:
-    """Of the bits."""
-    return int(tensor.contiguous().view(torch.uint8).to(torch.int64).sum())
 
 
 def _check_targets(targets: Value | None, header: BatchHeader, num_microbatches: int) -> None:

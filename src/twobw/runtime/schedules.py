@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from twobw.core.checker import check, format_violations
-from twobw.core.generators import generate
+from twobw.core.generators import SCHEDULES, generate, options_of
 
 _CHECKED_BATCHES = 4
 
@@ -19,6 +19,11 @@ class ScheduleChoice:
     num_microbatches: int
     options: dict[str, int]
 
+    def deferred(self) -> dict[str, int]:
+        """The options that give reductions the time to arrive, where the schedule has any."""
+        can_defer = self.name in SCHEDULES and "defer_update" in options_of(self.name)
+        return {**self.options, "defer_update": True} if can_defer else self.options
+
 
 def check_schedule(choice: ScheduleChoice, num_stages: int) -> None:
     """Refuse a schedule that the checker refuses; warn of one that wastes.
@@ -27,13 +32,14 @@ def check_schedule(choice: ScheduleChoice, num_stages: int) -> None:
         ValueError: an unknown name or option, sizes below 1, or violations, shown on the grid.
     """
     p, m = num_stages, choice.num_microbatches
-    schedule = generate(choice.name, p, m, _CHECKED_BATCHES, **choice.options)
-    violations = check(schedule)
-    if violations:
-        raise ValueError(
-            f"schedule {choice.name!r} with {p} stages and {m} microbatches is illegal:\n"
-            f"{format_violations(schedule, violations)}"
-        )
+    for options in (choice.options, choice.deferred()):
+        schedule = generate(choice.name, p, m, _CHECKED_BATCHES, **options)
+        violations = check(schedule)
+        if violations:
+            raise ValueError(
+                f"schedule {choice.name!r} with {p} stages and {m} microbatches is illegal:\n"
+                f"{format_violations(schedule, violations)}"
+            )
     if choice.name == "2bw" and p == 1:
         warnings.warn(
             "2bw with one stage keeps two weight versions and a gradient one batch old, and gains "

@@ -44,8 +44,7 @@ def stage_rule(
     for size, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise ValueError(f"{size} is {value}; it must be at least 1")
-    rule = SCHEDULES[name]
-    known = list(inspect.signature(rule).parameters)[3:]
+    rule, known = SCHEDULES[name], options_of(name)
     for option, value in options.items():
         if option not in known:
             has = f"has {', '.join(known)}" if known else "has no options"
@@ -53,6 +52,11 @@ def stage_rule(
         if value < 0:
             raise ValueError(f"{option} is {value}; it must be at least 0")
     return rule(stage, num_stages, num_microbatches, **options)
+
+
+def options_of(name: str) -> list[str]:
+    """The options that a schedule of the registry has besides its sizes."""
+    return list(inspect.signature(SCHEDULES[name]).parameters)[3:]
 
 
 def stage_program(
