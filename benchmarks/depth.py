@@ -33,13 +33,13 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from emulated import WIDTH, SleepingLayer
 from harness import CONSOLE, Seat, Target, Team
-from torch import Tensor, nn
+from torch import nn
 
 from twobw import Pipeline
 from twobw.core.timeline import Timeline
 
-WIDTH = 8
 FIRST_BATCH = 2  # of the window: before it the pipeline fills
 
 
@@ -95,34 +95,6 @@ class Outcome:
     def mean_busy(self) -> float:
         """Over the ranks."""
         return sum(self.busy_fractions) / len(self.busy_fractions)
-
-
-class _Sleep(torch.autograd.Function):
-    """Sleeps in forward, and twice as long in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return value + weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradient, gradient.sum(0), None
-
-
-class SleepingLayer(nn.Module):
-    """A layer that takes a set time."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
-        self._seconds = seconds
-
-    def forward(self, value: Tensor) -> Tensor:
-        output: Tensor = _Sleep.apply(value, self.weight, self._seconds)  # type: ignore[no-untyped-call]
-        return output
 
 
 class SlowLinks:
