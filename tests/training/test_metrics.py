@@ -8,6 +8,7 @@ import pytest
 from twobw.training.metrics import (
     BatchRow,
     MetricsWriter,
+    RecentBatches,
     StageAverages,
     StageRow,
     StageSummary,
@@ -89,4 +90,22 @@ def test_averages_of_a_run() -> None:
     assert averages.summaries([5, 6]) == (
         StageSummary(num_layers=5, busy_fraction=0.625, num_versions=2, peak_bytes=300),
         StageSummary(num_layers=6, busy_fraction=0.75, num_versions=2, peak_bytes=400),
+    )
+
+
+def test_what_is_shown_averages_the_batches_since_the_last() -> None:
+    recent = RecentBatches()
+    recent.add(replace(ROW, tokens_per_second=1.0))
+    recent.take()
+    recent.add(replace(ROW, tokens_per_second=1000.0, stages=(StageRow(0.5, 1, 300),)))
+    last = replace(ROW, tokens_per_second=500.0, loss=4.0, stages=(StageRow(0.25, 2, 200),))
+    recent.add(last)
+    shown = recent.take()
+    factor = 4 / 3  # a batch of 1000 tokens took 1 s, the next 2 s: 2000 in 3 s
+    assert shown == replace(
+        last,
+        tokens_per_second=pytest.approx(500 * factor),
+        tflops=pytest.approx(0.5 * factor),
+        mfu=pytest.approx(0.25 * factor),
+        stages=(StageRow(0.375, 2, 300),),
     )

@@ -70,13 +70,15 @@ def test_the_line_of_a_batch_has_torchtitans_form() -> None:
 
 def test_piped_output_is_plain_lines() -> None:
     stream = io.StringIO()
-    progress = make_progress(stream, num_batches=7, log_every=3, num_ranks=2)
+    progress = make_progress(stream, num_batches=7, num_ranks=2)
     progress.note("hello")
     for batch in range(7):
         progress.update(row(batch))
+        if batch in (0, 3, 6):
+            progress.log(row(batch))
     progress.close()
     lines = stream.getvalue().splitlines()
-    assert [line.split()[:2] for line in lines[1:]] == [["step:", n] for n in "1367"]
+    assert [line.split()[:2] for line in lines[1:]] == [["step:", n] for n in "147"]
     assert lines[0] == "hello"
     assert figures(row(0), num_ranks=2) in lines[1]
     assert lines[-1].endswith("0:00 left")
@@ -90,6 +92,7 @@ def test_a_terminal_shows_the_last_batch() -> None:
     progress.note("hello")
     for batch in range(7):
         progress.update(row(batch))
+        progress.log(row(batch))
     progress.close()
     shown = stream.getvalue()
     progress.close()
@@ -101,9 +104,10 @@ def test_a_terminal_shows_the_last_batch() -> None:
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_reader_that_leaves_does_not_end_the_run(is_terminal: bool) -> None:
-    progress = make_progress(Gone(is_terminal), num_batches=7, log_every=1, num_ranks=2)
+    progress = make_progress(Gone(is_terminal), num_batches=7, num_ranks=2)
     progress.note("hello")
     progress.update(row(0))
+    progress.log(row(0))
     progress.close()
 
 
@@ -111,7 +115,7 @@ def test_a_python_whose_output_nobody_reads_ends_well() -> None:
     code = """
 import sys
 from twobw.training.progress import make_progress
-progress = make_progress(sys.stdout, 7, 1, 2)
+progress = make_progress(sys.stdout, 7, 2)
 for _ in range(10_000):
     progress.note("hello")
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -119,6 +119,41 @@ class MetricsWriter:
         self._stream.close()
 
 
+class RecentBatches:
+    """The batches since the last that was shown, in constant memory: one alone says little of
+    the speed."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._count = 0
+        self._inverse_speeds = 0.0
+        self._averages = StageAverages()
+
+    def add(self, row: BatchRow) -> None:
+        """Take in one batch; all have the same number of tokens."""
+        self._last = row
+        self._count += 1
+        self._inverse_speeds += 1 / row.tokens_per_second
+        self._averages.add(row.stages)
+
+    def take(self) -> BatchRow:
+        """The last of them, with the mean speed and busy fractions of all; then forget them."""
+        last = self._last
+        speed = self._count / self._inverse_speeds
+        factor = speed / last.tokens_per_second
+        row = replace(
+            last,
+            tokens_per_second=speed,
+            tflops=last.tflops * factor,
+            mfu=None if last.mfu is None else last.mfu * factor,
+            stages=self._averages.stages(),
+        )
+        self._forget()
+        return row
+
+
 @dataclass(frozen=True, slots=True)
 class StageSummary:
     """One stage over the run: mean busy fraction, most versions held, peak memory."""
@@ -190,11 +225,15 @@ class StageAverages:
             for old, new in zip(self._sums, stages, strict=True)
         )
 
+    def stages(self) -> tuple[StageRow, ...]:
+        """The figures so far."""
+        return tuple(
+            replace(sums, busy_fraction=sums.busy_fraction / self._count) for sums in self._sums
+        )
+
     def summaries(self, split: list[int]) -> tuple[StageSummary, ...]:
         """The figures so far; ``split`` gives each stage's layers."""
         return tuple(
-            StageSummary(
-                layers, sums.busy_fraction / self._count, sums.num_versions, sums.peak_bytes
-            )
-            for layers, sums in zip(split, self._sums, strict=True)
+            StageSummary(layers, stage.busy_fraction, stage.num_versions, stage.peak_bytes)
+            for layers, stage in zip(split, self.stages(), strict=True)
         )

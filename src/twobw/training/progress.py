@@ -27,7 +27,10 @@ class Progress(Protocol):
         """Show a line of text."""
 
     def update(self, row: BatchRow) -> None:
-        """Show where the run is."""
+        """Take in a batch."""
+
+    def log(self, row: BatchRow) -> None:
+        """Take in a batch that is one to show, with the averages since the last that was."""
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -64,14 +67,14 @@ def _discard(stream: TextIO) -> None:
         os.close(null)
 
 
-def make_progress(stream: TextIO, num_batches: int, log_every: int, num_ranks: int) -> Progress:
+def make_progress(stream: TextIO, num_batches: int, num_ranks: int) -> Progress:
     """The display that fits ``stream``."""
     clock = RemainingTime(num_batches)
     output = Output(stream)
     if output.isatty():
         console = Console(file=cast("IO[str]", output))
         return LiveProgress(console, num_batches, clock, num_ranks)
-    return PlainProgress(output, num_batches, log_every, clock, num_ranks)
+    return PlainProgress(output, clock, num_ranks)
 
 
 class RemainingTime:
@@ -101,11 +104,6 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def is_logged(num_done: int, num_batches: int, log_every: int) -> bool:
-    """Whether a batch is one to show: the first, the last, and every ``log_every``."""
-    return num_done % log_every == 0 or num_done in (1, num_batches)
-
-
 def figures(row: BatchRow, num_ranks: int) -> str:
     """A batch's figures in the form that torchtitan's log has: tps, tflops and mfu are of one
     rank, the memory is the largest of any stage, the bubble is the part of the batch that each
@@ -120,19 +118,10 @@ def figures(row: BatchRow, num_ranks: int) -> str:
 
 
 class PlainProgress:
-    """A line every ``log_every`` batches and for the first and the last."""
+    """A line for each batch that is one to show."""
 
-    def __init__(
-        self,
-        output: Output,
-        num_batches: int,
-        log_every: int,
-        clock: RemainingTime,
-        num_ranks: int,
-    ) -> None:
+    def __init__(self, output: Output, clock: RemainingTime, num_ranks: int) -> None:
         self._output = output
-        self._num_batches = num_batches
-        self._log_every = log_every
         self._clock = clock
         self._num_ranks = num_ranks
 
@@ -141,12 +130,12 @@ class PlainProgress:
         self._output.write(text + "\n")
 
     def update(self, row: BatchRow) -> None:
-        """Show a batch, if it is one to show."""
-        done = row.batch + 1
-        if is_logged(done, self._num_batches, self._log_every):
-            self.note(
-                f"step: {done}  {figures(row, self._num_ranks)}  {self._clock.after(row.batch)}"
-            )
+        """A line is for `log`."""
+
+    def log(self, row: BatchRow) -> None:
+        """Show a batch."""
+        left = self._clock.after(row.batch)
+        self.note(f"step: {row.batch + 1}  {figures(row, self._num_ranks)}  {left}")
 
     def close(self) -> None:
         """Nothing is left to do."""
@@ -176,6 +165,9 @@ class LiveProgress:
         self._row = row
         if time.monotonic() - self._drawn >= _REFRESH_S:
             self._draw(row)
+
+    def log(self, row: BatchRow) -> None:
+        """The display shows every batch."""
 
     def close(self) -> None:
         """Draw the last batch and leave it there."""

@@ -24,6 +24,7 @@ from twobw.training.device import own_device, peak_flops
 from twobw.training.metrics import (
     BatchRow,
     MetricsWriter,
+    RecentBatches,
     StageAverages,
     StageRow,
     Summary,
@@ -32,7 +33,7 @@ from twobw.training.metrics import (
     perplexity,
 )
 from twobw.training.optimizer import lr_at
-from twobw.training.progress import Progress, duration, is_logged, make_progress
+from twobw.training.progress import Progress, duration, make_progress
 from twobw.training.run_folder import (
     BEST_WEIGHTS,
     METRICS,
@@ -71,8 +72,7 @@ class Outcome:
 @contextmanager
 def open_report(config: Config, folder: Path) -> Iterator[RunReport]:
     """Rank 0's report of a run, on standard output; warnings of this package are shown too."""
-    training = config.training
-    progress = make_progress(sys.stdout, training.num_batches, training.log_every, config.num_ranks)
+    progress = make_progress(sys.stdout, config.training.num_batches, config.num_ranks)
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(folder / METRICS))
         board = None
@@ -100,6 +100,7 @@ class RunReport:
         self._config = config
         self._folder = folder
         self._averages = StageAverages()
+        self._recent = RecentBatches()
         self._split: list[int] = []
         self._metrics = metrics
         self._progress = progress
@@ -153,11 +154,19 @@ class RunReport:
         self._loss = row.loss
         self._averages.add(stages)
         self._metrics.write(row)
-        training = config.training
-        is_shown = is_logged(self._num_batches, training.num_batches, training.log_every)
-        if self._board and is_shown:
-            self._board.write_batch(row)
         self._progress.update(row)
+        self._recent.add(row)
+        if self._is_logged():
+            shown = self._recent.take()
+            self._progress.log(shown)
+            if self._board:
+                self._board.write_batch(shown)
+
+    def _is_logged(self) -> bool:
+        """Whether the last batch is one to show: the first, the last, every ``log_every``."""
+        training = self._config.training
+        done = self._num_batches
+        return done % training.log_every == 0 or done in (1, training.num_batches)
 
     def validated(self, num_batches: int, loss: float) -> None:
         """Take in the validation loss after ``num_batches``."""
