@@ -78,6 +78,7 @@ class Batch:
         self.outputs: list[Value] = []
         self.note = note
         self.grad_norm: float | None = None
+        self.is_skipped: bool | None = None
         self._lock = Lock()
         self._loss: Tensor | None = None
         self._weight: float | None = None

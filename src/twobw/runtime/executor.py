@@ -241,7 +241,7 @@ class Executor:
             self._weights.update([None] * len(reduced.gradients), lambda: None)
         else:
             self._weights.update(reduced.gradients, self._optimization.step)
-        batch.grad_norm = reduced.norm
+        batch.grad_norm, batch.is_skipped = reduced.norm, reduced.has_overflowed
         if (op.microbatch + 1) % len(batch.sizes) == 0:
             if self._scaler is not None:
                 self._scaler.end_batch(has_overflowed=reduced.has_overflowed)

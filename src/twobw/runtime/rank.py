@@ -236,7 +236,9 @@ class Rank:
         """See `Pipeline.check_replicas`."""
         self.drain()
         weights = [parameter.data for _, parameter in self._weights.optimizer_parameters()]
-        if not same_everywhere(self.mesh.shards, weights):
+        are_equal = same_everywhere(self.mesh.shards, weights)
+        self._recorder.take_busy_fraction()  # the next batch's is to be its own
+        if not are_equal:
             raise RuntimeError(
                 f"the replicas of stage {self.mesh.stage} have different weights after batch "
                 f"{self._next_batch - 1}; they must be equal to the bit. A layer whose gradient "
@@ -268,6 +270,7 @@ class Rank:
                 Op(OpKind.FORWARD, stage, microbatch, _EVALUATION, version)
                 for microbatch in range(num_microbatches)
             )
+        self._recorder.take_busy_fraction()  # the next batch's is to be its own
         return self._executor.batches.pop(_EVALUATION)
 
     def _begin(
@@ -351,14 +354,15 @@ class Rank:
     def _own_state(self) -> dict[str, Tensor]:
         """This stage's newest weights and buffers on the CPU, under the model's names; what
         mixed precision has cast, in fp32 again."""
-        state = {
-            f"{number}.{name}": self._weights.master_of(tensor).detach().cpu().clone()
-            for number, layer in enumerate(self._stage.layers, self._stage.first_layer)
-            for name, tensor in layer.state_dict(keep_vars=True).items()
-        }
-        if self._weights.is_mixed:
-            dtype = self._weights.dtype
-            state = {name: t.float() if t.dtype == dtype else t for name, t in state.items()}
+        state: dict[str, Tensor] = {}
+        copies: dict[Tensor, Tensor] = {}  # by identity: what is one here is one there
+        for number, layer in enumerate(self._stage.layers, self._stage.first_layer):
+            for name, tensor in layer.state_dict(keep_vars=True).items():
+                if tensor not in copies:
+                    newest = self._weights.master_of(tensor).detach().cpu().clone()
+                    is_cast = self._weights.is_mixed and newest.dtype == self._weights.dtype
+                    copies[tensor] = newest.float() if is_cast else newest
+                state[f"{number}.{name}"] = copies[tensor]
         return state
 
     def _send_state(self, value: Value) -> None:

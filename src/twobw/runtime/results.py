@@ -45,6 +45,7 @@ class StepResult:
         loss: handle of the mean loss over the batch.
         grad_norm: the global norm of the batch's gradient before clipping, where it is clipped;
             known once the batch's update is made, ``None`` before.
+        is_skipped: whether fp16 overflowed and the update was left out; known like ``grad_norm``.
         is_last: whether a stop was requested: all ranks leave their loops after this batch.
     """
 
@@ -59,6 +60,11 @@ class StepResult:
     def grad_norm(self) -> float | None:
         """See the class."""
         return self._batch.grad_norm
+
+    @property
+    def is_skipped(self) -> bool | None:
+        """See the class."""
+        return self._batch.is_skipped
 
     def stage_metrics(self) -> list[StageMetrics] | None:
         """One a stage, on rank 0; waits until they have arrived. ``None`` elsewhere."""
