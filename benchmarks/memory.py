@@ -1,8 +1,7 @@
-"""How much memory: 2BW beside the flush (1F1B) and beside GPipe.
+"""How much memory: 2BW beside the flush (1F1B) and GPipe, and what the runtime's features cost.
 
-A fresh tree of processes for every configuration, two stages. A stage's memory is its process's
-`ru_maxrss` at the end less the same after the imports and the start of the process group, before
-a layer is built.
+A fresh tree of processes for every configuration. A stage's memory is its process's `ru_maxrss` at
+the end less the same after the imports and the start of the process group, before a layer is built.
 
 - Weight-heavy: stages of five 4096 x 4096 linear layers (336 MB), one row a microbatch, plain SGD.
   2BW holds one version more than the flush: the difference should be one stage's weights.
@@ -10,6 +9,16 @@ a layer is built.
   a microbatch), m = 8. GPipe stashes m microbatches, 2BW p - s on stage s but a version more:
   by ALGORITHM section 4 the difference is (m - (p - s)) (A/p + a) - W/p, where A/p + a, what
   autograd keeps of one microbatch, is counted in the same process after the measurement.
+- Recompute: half as many rows, p = m = 4, 2BW. By the same section a stage with n = p - s in flight
+  holds n (A/p + a) without, and A/p + n a with `recompute="stage"`. `"layer"` keeps the inputs a'
+  of all its l layers, and has the graph of one layer at a time: n l a' + A/(p l). The time is of
+  whole batches, drained, in turns, with the C library's allocator left as it is; beside it what one
+  forward more would take, (2 F + B) / (F + B), from the timeline of the run without recompute.
+- Bytes a parameter: Adam, layers of 1024 x 1024, one row a microbatch. What grows with the number
+  of layers is told from what does not by measuring stages of 16 and of 40: the slope is beside what
+  section 4 states, the rest ("constant") holds buckets, temporaries of one layer, code and caches.
+- Flat: the peak of one long run of a small tied GPT with clipping, dropout and evaluations. The
+  recorder's last 4096 spans, some 1.3 MB, fill up within the first 250 batches.
 
 The C library's allocator keeps freed memory for later, more or less of it by the order of sizes.
 So that resident memory is what is held, the children run with a fixed MALLOC_MMAP_THRESHOLD_
@@ -19,182 +28,88 @@ So that resident memory is what is held, the children run with a fixed MALLOC_MM
 from __future__ import annotations
 
 import argparse
-import os
-import resource
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import harness
-from harness import Seat, Target, Team
+import memory_worker
+from harness import CONSOLE, Target
+from memory_worker import LongRun, Setup, Usage, Workload
 
-NUM_STAGES = 2
 MEGABYTE = 1e6
-NUM_BATCHES = 3
-PARENT_TOLERANCE_BYTES = 32e6
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is trained.
-
-    Attributes:
-        num_layers: of a stage.
-        narrow: width of a layer's input and output.
-        wide: width inside a layer; 0 makes it a single square matrix.
-        rows: of a sample; a microbatch is one sample.
-        num_microbatches: of a batch.
-    """
-
-    num_layers: int
-    narrow: int
-    wide: int
-    rows: int
-    num_microbatches: int
-
-
 WEIGHT_HEAVY = Workload(num_layers=5, narrow=4096, wide=0, rows=1, num_microbatches=4)
 ACTIVATION_HEAVY = Workload(num_layers=4, narrow=64, wide=4096, rows=1024, num_microbatches=8)
+RECOMPUTED = replace(ACTIVATION_HEAVY, rows=512, num_microbatches=4)
+MANY_LAYERS = Workload(num_layers=16, narrow=1024, wide=0, rows=1, num_microbatches=4)
+MORE_LAYERS = 40
+TOLERANCE = 0.05  # of bytes a parameter
+LONG_RUN_ENDS = [50, 250, 500]
+EVALUATE_EVERY = 25
+NUM_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Usage:
-    """One stage's memory, in bytes: above its baseline, of its weights, of a microbatch's stash."""
+class Case:
+    """A row of the table of bytes a parameter: what is stated of a way to train."""
 
-    peak_bytes: float
-    weight_bytes: float
-    stash_bytes: float
-
-
-class Worker:
-    """One stage's process. Imports of torch stay in the methods: the parent must stay small."""
-
-    def __init__(self, seat: Seat, workload: Workload, schedule: str) -> None:
-        import torch
-
-        from twobw import Pipeline
-
-        seat.join()
-        self._baseline_bytes = peak_bytes()
-        check_baseline(self._baseline_bytes)
-        self._workload = workload
-        layers = [self._build_layer] * (NUM_STAGES * workload.num_layers)
-        self._pipeline = Pipeline(
-            layers,
-            torch.nn.functional.mse_loss,
-            lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-            schedule=schedule,
-            num_microbatches=workload.num_microbatches,
-            split=[workload.num_layers] * NUM_STAGES,
-        )
-
-    def measure(self) -> Usage:
-        """Train a few batches."""
-        import torch
-
-        workload = self._workload
-        shape = (workload.num_microbatches, workload.rows, workload.narrow)
-        inputs, targets = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-        for _ in range(NUM_BATCHES):
-            self._pipeline.train_step(inputs, targets)
-        self._pipeline.drain()
-        peak = peak_bytes() - self._baseline_bytes
-        return Usage(peak, *self._count(inputs[:1].clone()))
-
-    def _build_layer(self) -> Any:
-        from torch import nn
-
-        narrow, wide = self._workload.narrow, self._workload.wide
-        if not wide:
-            return nn.Linear(narrow, narrow, bias=False)
-        return nn.Sequential(nn.Linear(narrow, wide), nn.GELU(), nn.Linear(wide, narrow))
-
-    def _count(self, inputs: Any) -> tuple[int, int]:
-        """Bytes of a stage's weights, and of what autograd keeps of one microbatch."""
-        import torch
-
-        stage = torch.nn.Sequential(
-            *(self._build_layer() for _ in range(self._workload.num_layers))
-        )
-        weights = {p.untyped_storage().data_ptr(): p.nbytes for p in stage.parameters()}
-        kept: dict[int, int] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = stage(inputs)  # noqa: F841  (keeps the graph, and so the addresses, alive)
-        stash = sum(size for pointer, size in kept.items() if pointer not in weights)
-        return sum(weights.values()), stash
+    name: str
+    stated: int
+    schedule: str
+    dp: int
+    settings: dict[str, Any]
 
 
-def peak_bytes() -> int:
-    """The most memory this process ever had resident."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def check_baseline(baseline_bytes: int) -> None:
-    """A child's ru_maxrss starts from its parent's memory: see that it does not show.
-
-    Raises:
-        RuntimeError: the baseline is well above what this process holds.
-    """
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return
-    resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if baseline_bytes > resident + PARENT_TOLERANCE_BYTES:
-        raise RuntimeError(
-            f"baseline {baseline_bytes / MEGABYTE:.0f} MB, but {resident / MEGABYTE:.0f} MB are "
-            "resident: a peak before the measurement would hide one in it"
-        )
+NORM = {"max_grad_norm": 1.0}
+BF16 = {"precision": "bf16"}
+WAITS = {"overlap_reduce": False}
+CASES = [
+    Case("fp32, 1f1b", 16, "1f1b", 1, {}),
+    Case("fp32, 2bw", 20, "2bw", 1, {}),
+    Case("bf16, 1f1b", 18, "1f1b", 1, BF16),
+    Case("bf16, 2bw", 20, "2bw", 1, BF16),
+    Case("fp32, 2bw, clipped, overlap_reduce=False", 20, "2bw", 1, {**NORM, **WAITS}),
+    Case("fp32, 2bw, clipped", 24, "2bw", 1, NORM),
+    Case("bf16, 2bw, clipped", 24, "2bw", 1, {**NORM, **BF16}),
+    Case("fp32, 2bw, dp = 2", 24, "2bw", 2, {}),
+    Case("fp32, 2bw, dp = 2, ZeRO-1", 20, "2bw", 2, {"shard_optimizer": True}),
+]
 
 
 def main() -> None:
     """Measure, print, write."""
+    parts: dict[str, Callable[[], tuple[object, list[Target]]]] = {
+        "weights": compare_weights,
+        "activations": compare_activations,
+        "recompute": compare_recompute,
+        "parameters": count_bytes_a_parameter,
+        "flat": run_long,
+    }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: out/memory.json")
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=list(parts), default=list(parts), help="default: all")
+    add("--json", type=Path, metavar="FILE", help="default: out/memory.json beside this file")
     options = parser.parse_args()
-    weights = {name: measure(WEIGHT_HEAVY, name) for name in ("1f1b", "2bw")}
-    activations = {name: measure(ACTIVATION_HEAVY, name) for name in ("gpipe", "2bw")}
-    show("weight-heavy, m = 4", weights)
-    show("activation-heavy, m = 8", activations)
-    targets = judge_weights(weights) + judge_activations(activations)
-    results = {"weight_heavy": as_json(weights), "activation_heavy": as_json(activations)}
+    results, targets = {}, []
+    for name in options.parts:
+        results[name], reached = parts[name]()
+        targets += reached
     harness.report("memory", results, targets, options.json)
 
 
-def measure(workload: Workload, schedule: str) -> list[Usage]:
-    """Every stage's memory, in processes made for this."""
-    allocator = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
-    arguments = {"workload": workload, "schedule": schedule}
-    with (
-        harness.one_thread_each(),
-        harness.environment(**allocator),
-        Team(schedule, Worker, NUM_STAGES, arguments) as team,
-    ):
-        team.wait_until_built()
+def measure(name: str, setup: Setup) -> list[Usage]:
+    """Every rank's memory."""
+    with setup.team(name) as team:
         return team.call("measure")
 
 
-def show(title: str, usages: dict[str, list[Usage]]) -> None:
-    """The table of one workload."""
-    rows = [
-        [f"{name}, stage {stage}", *(f"{n / MEGABYTE:.1f}" for n in asdict(usage).values())]
-        for name, stages in usages.items()
-        for stage, usage in enumerate(stages)
-    ]
-    columns = ["", "peak MB", "stage's weights MB", "a microbatch's stash MB"]
-    harness.print_table(title, columns, rows)
-
-
-def judge_weights(usages: dict[str, list[Usage]]) -> list[Target]:
+def compare_weights() -> tuple[object, list[Target]]:
     """2BW's peak over the flush's, in weights of the stage."""
-    return [
+    usages = {name: measure(name, Setup(WEIGHT_HEAVY, name)) for name in ("1f1b", "2bw")}
+    show("weight-heavy, m = 4", usages)
+    targets = [
         Target(
             f"weight-heavy, stage {stage}: 2bw's peak over 1f1b's, in stage weights",
             (ours.peak_bytes - flush.peak_bytes) / flush.weight_bytes,
@@ -202,25 +117,149 @@ def judge_weights(usages: dict[str, list[Usage]]) -> list[Target]:
         )
         for stage, (ours, flush) in enumerate(zip(usages["2bw"], usages["1f1b"], strict=True))
     ]
+    return as_json(usages), targets
 
 
-def judge_activations(usages: dict[str, list[Usage]]) -> list[Target]:
+def compare_activations() -> tuple[object, list[Target]]:
     """How far GPipe's peak less 2BW's is from the predicted difference."""
+    setups = {name: Setup(ACTIVATION_HEAVY, name) for name in ("gpipe", "2bw")}
+    usages = {name: measure(name, setup) for name, setup in setups.items()}
+    show("activation-heavy, m = 8", usages)
     targets = []
     for stage, (ours, gpipe) in enumerate(zip(usages["2bw"], usages["gpipe"], strict=True)):
-        num_saved = ACTIVATION_HEAVY.num_microbatches - (NUM_STAGES - stage)
+        num_saved = ACTIVATION_HEAVY.num_microbatches - (setups["2bw"].pp - stage)
         predicted = num_saved * gpipe.stash_bytes - gpipe.weight_bytes
         measured = gpipe.peak_bytes - ours.peak_bytes
-        what = (
-            f"activation-heavy, stage {stage}: gpipe less 2bw is {measured / MEGABYTE:.0f} MB, "
-            f"predicted {predicted / MEGABYTE:.0f} MB; relative error"
+        what = f"activation-heavy, stage {stage}: gpipe less 2bw is"
+        targets.append(agreement(what, measured, predicted))
+    return as_json(usages), targets
+
+
+def compare_recompute() -> tuple[object, list[Target]]:
+    """How far what recompute saves is from the prediction; and its time."""
+    names = ("none", "layer", "stage")
+    setups = {n: Setup(RECOMPUTED, "2bw", pp=4, settings={"recompute": n}) for n in names}
+    usages = {name: measure(f"recompute {name}", setup) for name, setup in setups.items()}
+    show("recompute, activation-heavy, p = m = 4", usages)
+    times = time_recompute(setups)
+    targets = []
+    for name in names[1:]:
+        for stage, (plain, ours) in enumerate(zip(usages["none"], usages[name], strict=True)):
+            measured = plain.peak_bytes - ours.peak_bytes
+            predicted = predicted_saving(plain, name, num_in_flight=setups[name].pp - stage)
+            if predicted > plain.layer_stash_bytes:
+                what = f"recompute={name}, stage {stage}: saves"
+                targets.append(agreement(what, measured, predicted))
+    return {"usages": as_json(usages), **times}, targets
+
+
+def time_recompute(setups: dict[str, Setup]) -> dict[str, Any]:
+    """Seconds a batch, median of a few; and what one forward more would come to."""
+    teams = {name: setup.team(name, fixed_allocator=False) for name, setup in setups.items()}
+    try:
+        rounds = [
+            {name: max(team.call("turn", 1)) for name, team in teams.items()}
+            for _ in range(1 + NUM_ROUNDS)
+        ]
+        share = teams["none"].call("forward_share")[0]
+    finally:
+        for team in teams.values():
+            team.close()
+    seconds = {name: median(round_[name] for round_ in rounds[1:]) for name in teams}
+    over = {name: median(r[name] / r["none"] for r in rounds[1:]) for name in teams}
+    rows = [[name, f"{seconds[name]:.2f}", f"{over[name]:.2f}"] for name in teams]
+    title = f"recompute's time; a forward more: {1 + share:.2f}; the paper reckons with 1.33"
+    harness.print_table(title, ["", "s a batch", "over none"], rows)
+    return {"batch_seconds": seconds, "over_none": over, "a_forward_more": 1 + share}
+
+
+def predicted_saving(plain: Usage, recompute: str, num_in_flight: int) -> float:
+    """By ALGORITHM section 4, in bytes."""
+    n, stash, inputs = num_in_flight, plain.stash_bytes, plain.input_bytes
+    if recompute == "stage":
+        return n * stash - (stash + (n - 1) * inputs)
+    kept = n * RECOMPUTED.num_layers * inputs
+    return n * stash - (kept + plain.layer_stash_bytes - inputs)
+
+
+def count_bytes_a_parameter() -> tuple[object, list[Target]]:
+    """Slope and constant of the peak over the number of parameters, for every case."""
+    rows, targets, results = [], [], []
+    num_parameters = MANY_LAYERS.num_layers * MANY_LAYERS.narrow**2
+    more_parameters = MORE_LAYERS * MANY_LAYERS.narrow**2
+    for case in CASES:
+        few, more = (
+            measure(case.name, Setup(workload, case.schedule, 2, case.dp, "Adam", case.settings))
+            for workload in (MANY_LAYERS, replace(MANY_LAYERS, num_layers=MORE_LAYERS))
         )
-        targets.append(Target(what, abs(measured / predicted - 1), 0.10))
-    return targets
+        slopes = [
+            (b.peak_bytes - a.peak_bytes) / (more_parameters - num_parameters)
+            for a, b in zip(few, more, strict=True)
+        ]
+        most = max(slopes)
+        constant = max(
+            b.peak_bytes - slope * more_parameters for slope, b in zip(slopes, more, strict=True)
+        )
+        rows.append(
+            [
+                case.name,
+                str(case.stated),
+                f"{most:.2f}",
+                f"{most - case.stated:+.2f}",
+                f"{constant / MEGABYTE:.0f}",
+            ]
+        )
+        what = f"{case.name}: {most:.2f} bytes a parameter beside {case.stated} stated, off by"
+        targets.append(Target(what, abs(most / case.stated - 1), TOLERANCE))
+        results.append({**asdict(case), "by_rank": slopes, "constant_bytes": constant})
+        CONSOLE.print(f"done: {case.name}")
+    columns = ["", "stated", "measured, most of the ranks", "difference", "constant MB"]
+    harness.print_table("bytes a parameter, Adam, p = 2, m = 4", columns, rows)
+    return results, targets
+
+
+def run_long() -> tuple[object, list[Target]]:
+    """The peak after 50 batches and after more."""
+    with memory_worker.start("long run", LongRun, 2, {}) as team:
+        peaks: list[list[int]] = team.call("peaks", LONG_RUN_ENDS, EVALUATE_EVERY)
+    rows = [
+        [f"stage {stage}", *(f"{peak / MEGABYTE:.2f}" for peak in its)]
+        for stage, its in enumerate(peaks)
+    ]
+    columns = ["peak MB after batch", *(str(end) for end in LONG_RUN_ENDS)]
+    harness.print_table("one long run: gpt-tiny, tied, clipped, evaluated", columns, rows)
+    targets = [
+        Target(f"stage {stage}: peak after batch 500 over that after 50", its[-1] / its[0], 1.02)
+        for stage, its in enumerate(peaks)
+    ]
+    return {"ends": LONG_RUN_ENDS, "peak_bytes_by_stage": peaks}, targets
+
+
+def agreement(what: str, measured: float, predicted: float) -> Target:
+    """Within 10 %."""
+    what = f"{what} {measured / MEGABYTE:.0f} MB, predicted {predicted / MEGABYTE:.0f} MB"
+    return Target(f"{what}; relative error", abs(measured / predicted - 1), 0.10)
+
+
+def show(title: str, usages: dict[str, list[Usage]]) -> None:
+    """The table of one workload."""
+    rows = [
+        [
+            f"{name}, stage {stage}",
+            *(
+                f"{number / MEGABYTE:.1f}"
+                for number in (usage.peak_bytes, usage.weight_bytes, usage.stash_bytes)
+            ),
+        ]
+        for name, stages in usages.items()
+        for stage, usage in enumerate(stages)
+    ]
+    columns = ["", "peak MB", "stage's weights MB", "a microbatch's stash MB"]
+    harness.print_table(title, columns, rows)
 
 
 def as_json(usages: dict[str, list[Usage]]) -> dict[str, list[dict[str, float]]]:
-    """By schedule and stage."""
+    """By name and stage."""
     return {name: [asdict(usage) for usage in stages] for name, stages in usages.items()}
 
 
