@@ -113,13 +113,14 @@ class Worker:
         peak = peak_bytes() - self._baseline_bytes
         return Usage(peak, *self._count(self._inputs[:1].clone()))
 
-    def turn(self, num_batches: int) -> float:
-        """Seconds that batches take, filling and draining included."""
-        start = time.perf_counter()
+    def turn(self, num_batches: int) -> tuple[float, float]:
+        """Seconds, and seconds of this process's processor time, that batches take, filling and
+        draining included."""
+        start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(num_batches):
             self._pipeline.train_step(self._inputs, self._targets)
         self._pipeline.drain()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - cpu_start
 
     def forward_share(self) -> float | None:
         """Of the time in forward and backward; on rank 0, of all ranks."""
