@@ -84,8 +84,11 @@ def test_equals_the_reference(case: dict[str, Any]) -> None:
     # Bit for bit where one process would add the same numbers in the same order. Sums over replicas
     # or copies of a tied weight round differently in fp32; in 16 bits such a difference can move a
     # compute copy by one of its own roundings, 2^-8 in bf16, which the next gradients then show.
+    # So do tied weights on one stage when layers are run again one by one in 16 bits: the parts of
+    # their gradient are then added in fp32, where one backward adds them in 16 bits.
     close = {"rtol": 0.0, "atol": 0.0}
-    if dp > 1 or (case["tied"] and pp > 1):
+    adds_in_fp32 = case["precision"] != "fp32" and case["recompute"] == "layer"
+    if dp > 1 or (case["tied"] and (pp > 1 or adds_in_fp32)):
         close = {"rtol": 1e-4, "atol": 1e-6}
         if case["precision"] != "fp32":
             close = {"rtol": 2e-2, "atol": 2e-3}

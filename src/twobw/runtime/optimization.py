@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from twobw.runtime.collectives import Collective
+from twobw.runtime.reduction import buckets
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 OptimizerFactory: TypeAlias = Callable[[NamedParameters], Optimizer | Sequence[Optimizer]]
@@ -68,16 +69,16 @@ class Optimization:
             scheduler.step()
 
     def _send_share(self, owner: int, weights: list[Tensor]) -> None:
-        """From the replica that has changed them to the others, as one flat tensor."""
+        """From the replica that has changed them to the others, in flat buckets."""
         assert self._shards is not None
-        if not weights:
-            return
-        flat = torch.cat([weight.flatten() for weight in weights])
-        self._shards.broadcast(flat, owner)
-        if owner != self._shards.index:
-            pieces = flat.split([weight.numel() for weight in weights])
-            for weight, piece in zip(weights, pieces, strict=True):
-                weight.copy_(piece.view_as(weight))
+        for bucket in buckets(range(len(weights)), [weight.shape for weight in weights]):
+            own = [weights[index].flatten() for index in bucket]
+            flat = own[0] if len(own) == 1 else torch.cat(own)
+            self._shards.broadcast(flat, owner)
+            if owner != self._shards.index:
+                pieces = flat.split([piece.numel() for piece in own])
+                for index, piece in zip(bucket, pieces, strict=True):
+                    weights[index].copy_(piece.view_as(weights[index]))
 
 
 def share_out(parameters: NamedParameters, num_shares: int) -> list[NamedParameters]:

@@ -136,12 +136,12 @@ class Reduction:
         has_one = torch.tensor([float(g is not None) for g in gradients])
         self.replicas.all_reduce(has_one, "max")
         summed: Gradients = [None] * len(gradients)
-        for bucket in _buckets([i for i, has in enumerate(has_one.tolist()) if has], self.shapes):
+        for bucket in buckets([i for i, has in enumerate(has_one.tolist()) if has], self.shapes):
             pieces = [
                 self._zeros(i).flatten() if (g := gradients[i]) is None else g.flatten()
                 for i in bucket
             ]
-            flat = torch.cat(pieces)
+            flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             for i in bucket:
                 gradients[i] = None  # the bucket has it now
             self.replicas.all_reduce(flat)
@@ -194,7 +194,7 @@ class Reduction:
         return torch.cat([row[:n] for row, n in zip(gathered, counts, strict=True)])
 
 
-def _buckets(indices: Sequence[int], shapes: Sequence[torch.Size]) -> Iterator[list[int]]:
+def buckets(indices: Sequence[int], shapes: Sequence[torch.Size]) -> Iterator[list[int]]:
     """``indices`` in runs of at most `BUCKET_BYTES` of fp32, or of one."""
     bucket: list[int] = []
     size = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +72,10 @@ class VersionedWeights:
                 ]
             ]
             self._put_slot(0)
+        self._accumulated: list[Tensor | None] = []
         self.newest = 0
         self._installed = 0
+        self._hook_into(self._slots[0])
         self._resize(num_slots)
 
     @property
@@ -113,19 +116,20 @@ class VersionedWeights:
         """Install ``version``; while open, backwards add into ``gradients`` in place (one a
         parameter, in the order of `names`; ``None`` where there is none yet).
 
-        In mixed precision ``gradients`` are fp32, and a backward's 16-bit ones are added to them.
+        In mixed precision ``gradients`` are fp32; each parameter's 16-bit gradient is added to
+        them as soon as a backward has it, so that no more than one of these exists.
         """
         self.install(version)
+        if self.is_mixed:
+            self._accumulated = gradients
+            yield
+            return
         parameters = self._slots[self._installed]
-        if not self.is_mixed:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         yield
         for index, parameter in enumerate(parameters):
-            gradient, parameter.grad = parameter.grad, None
-            gradients[index] = (
-                _added_in_fp32(gradients[index], gradient) if self.is_mixed else gradient
-            )
+            gradients[index], parameter.grad = parameter.grad, None
 
     def update(self, gradients: Sequence[Tensor | None], step: Callable[[], None]) -> None:
         """Make the next version: let ``step`` (the optimizers' steps) change the newest weights
@@ -160,6 +164,13 @@ class VersionedWeights:
         self._installed = self.newest = 0
         self._resize(num_slots)
 
+    def _add_in_fp32(self, index: int, parameter: Tensor) -> None:
+        """Called when a backward has the whole gradient of a parameter."""
+        gradient, total = parameter.grad, self._accumulated[index]
+        assert gradient is not None, "it was just accumulated"
+        self._accumulated[index] = gradient.float() if total is None else total.add_(gradient)
+        parameter.grad = None
+
     def _put_slot(self, slot: int) -> None:
         for places, parameter in zip(self._places, self._slots[slot], strict=True):
             for module, name in places:
@@ -167,22 +178,20 @@ class VersionedWeights:
 
     def _resize(self, num_slots: int) -> None:
         first = self._slots[0]
-        self._slots += [
-            [nn.Parameter(torch.empty_like(parameter)) for parameter in first]
-            for _ in range(num_slots - 1)
-        ]
+        for _ in range(num_slots - 1):
+            self._slots.append([nn.Parameter(torch.empty_like(parameter)) for parameter in first])
+            self._hook_into(self._slots[-1])
+
+    def _hook_into(self, slot: list[nn.Parameter]) -> None:
+        if self.is_mixed:
+            for index, parameter in enumerate(slot):
+                parameter.register_post_accumulate_grad_hook(partial(self._add_in_fp32, index))
 
 
 def _compute_copy(parameter: Tensor, site: _Site, dtype: torch.dtype) -> Tensor:
     """A copy in ``dtype``; in its own where that is not fp32, or the module needs fp32."""
     keeps = parameter.dtype != torch.float32 or any(computes_in_fp32(m) for m, _ in site.places)
     return parameter.clone() if keeps else parameter.to(dtype)
-
-
-def _added_in_fp32(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return total
-    return gradient.float() if total is None else total.add_(gradient)
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
