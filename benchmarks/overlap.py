@@ -3,7 +3,8 @@
 Each comparison is of the same pipeline without clipping and ties ("without"), with both ("with"),
 and with both but `overlap_reduce=False` ("waiting", for contrast). The variants' processes are
 started once; a round gives each a turn, the first two in alternating order, and ratios are taken
-within a round, medians over the rounds.
+within a round, medians over the rounds. "Others" is the most that other work took of the machine,
+in cores: the GPT's speeds are worth something only where that is near zero.
 
 - Emulated: layers that sleep (`emulated.py`), p = 2 and 4, m = p and 2p. In the variants that have
   something to reduce every call of a group (replicas, ties, norm) sleeps, so long that the calls
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -79,7 +80,7 @@ class Setup:
 
     def __str__(self) -> str:
         what = "emulated" if self.is_emulated else "GPT"
-        return f"{what}, p {self.pp}, dp {self.dp}, m {self.num_microbatches}"
+        return f"{what} p{self.pp} dp{self.dp} m{self.num_microbatches}"
 
 
 class Emulated:
@@ -147,6 +148,27 @@ class GPT(Contestant):
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What was measured, by variant and round.
+
+    Attributes:
+        batch_seconds: of the timed batches, mean of the processes.
+        processor_seconds: of a whole turn, all processes.
+        other_cores: by turn, what others took of the machine meanwhile.
+    """
+
+    batch_seconds: dict[str, list[float]] = field(default_factory=lambda: {v: [] for v in VARIANTS})
+    processor_seconds: dict[str, list[float]] = field(
+        default_factory=lambda: {v: [] for v in VARIANTS}
+    )
+    other_cores: list[float] = field(default_factory=list)
+
+    def speeds(self, variant: str) -> list[float]:
+        """Over that of "without", by round."""
+        return over(self.batch_seconds["without"], self.batch_seconds[variant])
+
+
+@dataclass(frozen=True)
 class Behind:
     """How one rank's reduction of one batch lay.
 
@@ -175,25 +197,19 @@ def main() -> None:
     harness.warn_if_busy()
     rows, behind_rows, targets, results = [], [], [], []
     for setup in setups(options):
-        seconds, others, timeline = measure(setup, options)
+        outcome, timeline = measure(setup, options)
         behind = look_behind(timeline)
-        rows.append(row(setup, seconds, others))
+        rows.append(row(setup, outcome))
         behind_rows += [behind_row(setup, rank) for rank in behind]
-        targets.append(judge(setup, seconds))
+        targets.append(judge(setup, outcome))
+        tokens = tokens_per_second(setup, outcome)
+        one_batch = [asdict(rank) for rank in behind]
         results.append(
-            {
-                **asdict(setup),
-                "batch_seconds_by_round": seconds,
-                "other_cores_by_turn": others,
-                "tokens_per_second": None
-                if setup.is_emulated
-                else tokens_per_second(setup, seconds),
-                "one_batch_by_rank": [asdict(rank) for rank in behind],
-            }
+            {**asdict(setup), **asdict(outcome), "tokens_per_second": tokens, "behind": one_batch}
         )
         CONSOLE.print(f"done: {setup}")
-    columns = ["", *VARIANTS, "calls", "with", "over rounds", "waiting", "others"]
-    title = "2bw: seconds a batch, and in calls; speed over 'without'; other work, most cores"
+    columns = ["", *VARIANTS, "calls", "with", "rounds", "waiting", "CPU", "others"]
+    title = "2bw: s a batch, s in calls, speed over 'without', processor time 'with' over 'without'"
     harness.print_table(title, columns, rows)
     columns = ["", "REDUCE", "in compute", "UPDATE after", "waited", "before"]
     title = "one batch of 'with', in ms: REDUCE behind compute; UPDATE after the last backward"
@@ -236,27 +252,25 @@ def setups(options: argparse.Namespace) -> list[Setup]:
     return chosen
 
 
-def measure(
-    setup: Setup, options: argparse.Namespace
-) -> tuple[dict[str, list[float]], list[float], Timeline]:
-    """Turns of all variants: seconds a batch, by round; what others took of the machine
-    meanwhile, in cores; and the timeline of "with"."""
+def measure(setup: Setup, options: argparse.Namespace) -> tuple[Outcome, Timeline]:
+    """Turns of all variants, and the timeline of "with"."""
     num_timed = max(2, options.microbatches // setup.num_microbatches)
-    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    others: list[float] = []
+    outcome = Outcome()
     teams = start(setup)
     try:
         for round_ in range(options.rounds):
             order = VARIANTS[:2] if round_ % 2 == 0 else VARIANTS[1::-1]
             for variant in order if round_ else VARIANTS:
                 turns, other_cores = turns_of(teams[variant], NUM_UNTIMED, num_timed)
-                seconds[variant].append(mean(turn.seconds for turn in turns) / num_timed)
-                others += [] if other_cores is None else [other_cores]
+                outcome.batch_seconds[variant].append(mean(t.seconds for t in turns) / num_timed)
+                outcome.processor_seconds[variant].append(sum(t.cpu_seconds for t in turns))
+                if other_cores is not None:
+                    outcome.other_cores.append(other_cores)
         timeline = teams["with"].call("timeline")[0]
     finally:
         for team in teams.values():
             team.close()
-    return seconds, others, timeline
+    return outcome, timeline
 
 
 def start(setup: Setup) -> dict[str, Team]:
@@ -311,25 +325,24 @@ def look_behind_on(spans: list[Span], batch: int) -> Behind:
     )
 
 
-def ratios(seconds: dict[str, list[float]], variant: str) -> list[float]:
-    """A variant's speed over that of "without", by round."""
-    return [
-        without / its for without, its in zip(seconds["without"], seconds[variant], strict=False)
-    ]
+def over(numbers: list[float], others: list[float]) -> list[float]:
+    """Ratios, by round; one of them may have fewer."""
+    return [a / b for a, b in zip(numbers, others, strict=False)]
 
 
-def row(setup: Setup, seconds: dict[str, list[float]], others: list[float]) -> list[str]:
+def row(setup: Setup, outcome: Outcome) -> list[str]:
     """A row of the first table."""
-    gains = ratios(seconds, "with")
-    calls = CALLS * setup.call_seconds
+    speeds, calls = outcome.speeds("with"), CALLS * setup.call_seconds
+    processor = over(outcome.processor_seconds["with"], outcome.processor_seconds["without"])
     return [
         str(setup),
-        *(f"{median(seconds[variant]):.3f}" for variant in VARIANTS),
+        *(f"{median(outcome.batch_seconds[variant]):.3f}" for variant in VARIANTS),
         f"{calls:.3f}" if calls else "",
-        f"{median(gains):.4f}",
-        f"{min(gains):.3f} to {max(gains):.3f}",
-        f"{median(ratios(seconds, 'waiting')):.3f}",
-        f"{max(others):.2f}" if others else "",
+        f"{median(speeds):.4f}",
+        f"{min(speeds):.3f}-{max(speeds):.3f}",
+        f"{median(outcome.speeds('waiting')):.3f}",
+        "" if setup.is_emulated else f"{median(processor):.3f}",
+        f"{max(outcome.other_cores):.2f}" if outcome.other_cores else "",
     ]
 
 
@@ -345,20 +358,20 @@ def behind_row(setup: Setup, behind: Behind) -> list[str]:
     ]
 
 
-def judge(setup: Setup, seconds: dict[str, list[float]]) -> Target:
+def judge(setup: Setup, outcome: Outcome) -> Target:
     """The issue's targets."""
-    ratio = median(ratios(seconds, "with"))
+    speed = median(outcome.speeds("with"))
     if setup.is_emulated and setup.dp == 1:
-        return Target(f"{setup}: idle caused by reduction, norm and tie", 1 - ratio, 0.01)
-    return Target(f"{setup}: 'with' over 'without'", ratio, 0.97, at_least=True)
+        return Target(f"{setup}: idle caused by reduction, norm and tie", 1 - speed, 0.01)
+    return Target(f"{setup}: 'with' over 'without'", speed, 0.97, at_least=True)
 
 
-def tokens_per_second(setup: Setup, seconds: dict[str, list[float]]) -> dict[str, float] | None:
+def tokens_per_second(setup: Setup, outcome: Outcome) -> dict[str, float] | None:
     """Of the GPT, by variant."""
     if setup.is_emulated:
         return None
     tokens = setup.num_microbatches * MICROBATCH_SIZE * MODEL.sequence_length
-    return {variant: tokens / median(its) for variant, its in seconds.items()}
+    return {variant: tokens / median(its) for variant, its in outcome.batch_seconds.items()}
 
 
 if __name__ == "__main__":
