@@ -50,6 +50,7 @@ class Setup:
         dp: replicas of each.
         optimizer: a class of torch.optim.
         settings: further arguments of `twobw.Pipeline`.
+        bucket_bytes: of reductions; 0 leaves what the runtime has.
     """
 
     workload: Workload
@@ -58,6 +59,7 @@ class Setup:
     dp: int = 1
     optimizer: str = "SGD"
     settings: dict[str, Any] = field(default_factory=dict)
+    bucket_bytes: int = 0
 
     def team(self, name: str, *, fixed_allocator: bool = True) -> Team:
         """Its processes, made for it alone."""
@@ -84,8 +86,11 @@ class Worker:
         import torch
 
         from twobw import Pipeline
+        from twobw.runtime import reduction
 
         seat.join()
+        if setup.bucket_bytes:
+            reduction.BUCKET_BYTES = setup.bucket_bytes
         self._baseline_bytes = peak_bytes()
         check_baseline(self._baseline_bytes)
         self._workload = setup.workload
