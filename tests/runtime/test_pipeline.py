@@ -176,12 +176,13 @@ class TestLayers:
         layers = [lambda: nn.Linear(64, 64), *[lambda: nn.Linear(8, 8)] * 3, nn.Tanh]
         assert make(layers).split == [1, 4]
 
-    def test_the_users_random_stream_goes_on_undisturbed(self) -> None:
+    @pytest.mark.parametrize("pp", [1, 2])
+    def test_the_users_random_stream_goes_on_undisturbed(self, pp: int) -> None:
         layers = [nn.Dropout(0.5), *linears(4, 3), nn.Dropout(0.5), *linears(3, 1)]
         torch.manual_seed(0)
         expected = torch.rand(3)
         torch.manual_seed(0)
-        with make(layers) as pipeline:
+        with make(layers, pp=pp) as pipeline:
             pipeline.train_step(*pairs((4, 4))[0])
             pipeline.drain()
         assert torch.equal(torch.rand(3), expected)

@@ -63,6 +63,14 @@ class LayerRunner:
         self._lock = lock
         self._draws: dict[tuple[int, bool], bool] = {}
 
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """While open, layers may set the default generator; the caller's stream goes on after.
+        Stages that are threads see to it layer by layer, under the lock."""
+        if self._lock is not None:
+            return nullcontext()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        return torch.random.fork_rng(devices)
+
     def alone(self) -> AbstractContextManager[object]:
         """While open, no other stage's thread uses the default generator."""
         return self._lock or nullcontext()

@@ -91,6 +91,7 @@ class Rank:
                 layer.to(mesh.device)
         own_device = mesh.device or _device_of(layers)
         self._device = own_device or torch.device("cpu")
+        self._runner = runner
         self._ties = ties
         self._settings = settings
         self._stage = Stage(layers, first_layer, runner, settings.recompute)
@@ -331,14 +332,14 @@ class Rank:
         return self._layout_keys.setdefault((mode, layout), len(self._layout_keys))
 
     def _run(self, ops: Iterable[Op]) -> None:
-        self._executor.run(
-            lower_ops(
-                ops,
-                range(self.mesh.pp),
-                microbatches_per_update=self._program.rule.microbatches_per_update,
-                reduce=True,
-            )
+        lowered = lower_ops(
+            ops,
+            range(self.mesh.pp),
+            microbatches_per_update=self._program.rule.microbatches_per_update,
+            reduce=True,
         )
+        with self._runner.undisturbed():
+            self._executor.run(lowered)
 
     def _listen_loss(self) -> Note:
         return self.mesh.transport.listen(self.mesh.pp - 1, Channel.LOSS, _LOSS_LENGTH)
