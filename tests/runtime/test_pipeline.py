@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -91,6 +92,22 @@ class TestData:
         for name, tensor in model.state_dict().items():  # summed in another order
             torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-7)
 
+    @pytest.mark.parametrize("schedule", ["1f1b", "weight-stashing"])
+    @pytest.mark.parametrize("dp", [1, 2])
+    def test_a_batch_in_which_nothing_counts_changes_nothing(self, schedule: str, dp: int) -> None:
+        layers = linears(4, 6, 3)
+        before = copy_of(layers).state_dict()
+
+        def ignoring(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            loss = nn.functional.cross_entropy(output, target, reduction="sum")
+            return loss, (target != -100).sum()
+
+        with make(layers, ignoring, schedule=schedule, dp=dp) as pipeline:
+            result = pipeline.train_step(torch.ones(8, 4), torch.full((8,), -100))
+            state = pipeline.full_state_dict()
+        assert math.isnan(float(result.loss))
+        assert all(torch.equal(state[name], before[name]) for name in before)
+
 
 class TestLayers:
     def test_tuples_of_mixed_tensors(self) -> None:
@@ -136,6 +153,36 @@ class TestLayers:
     def test_a_first_layer_that_works_in_place(self) -> None:
         layers = [*linears(4, 3), nn.ReLU(inplace=True), *linears(3, 1)]
         assert_trains_like(layers, pairs((4, 4), (4, 4)), split=[1, 2])
+
+    @pytest.mark.parametrize("schedule", ["2bw", "gpipe"])
+    def test_inputs_that_the_first_layer_works_in_place_on(self, schedule: str) -> None:
+        layers = [nn.ReLU(inplace=True), *linears(4, 3, 1)]
+        assert_trains_like(layers, pairs((4, 4), (4, 4), (4, 4)), schedule=schedule)
+
+    def test_a_stage_may_change_what_it_receives(self) -> None:
+        """Though the sender needs it: a sigmoid's backward is taken from its output."""
+
+        class Doubled(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x.mul_(2)
+
+        layers = [nn.Sequential(*linears(4, 3), nn.Sigmoid()), Doubled(), *linears(3, 1)]
+        data = pairs((4, 4), (4, 4))
+        model = nn.Sequential(copy_of([layers[0]]), copy_of(linears(3, 1)))
+        with torch.no_grad():
+            model[1][0].weight.mul_(2)  # in place of doubling its input
+
+        def scaled(named: list) -> torch.optim.Optimizer:  # and so its gradient is halved
+            groups = [{"params": [p], "lr": 0.4 if n == "1.0.weight" else 0.1} for n, p in named]
+            return torch.optim.SGD(groups)
+
+        train_plain(model, nn.functional.mse_loss, scaled, data, 2)
+        with make(layers, split=[1, 2]) as pipeline:
+            for pair in data:
+                pipeline.train_step(*pair)
+            state = pipeline.full_state_dict()
+        torch.testing.assert_close(state["2.weight"] * 2, model[1][0].weight.data)
+        torch.testing.assert_close(state["0.0.weight"], model[0][0][0].weight.data)
 
     @pytest.mark.parametrize("frozen", [0, 1, 2])
     def test_frozen_stages(self, frozen: int) -> None:
@@ -186,6 +233,64 @@ class TestLayers:
             pipeline.train_step(*pairs((4, 4))[0])
             pipeline.drain()
         assert torch.equal(torch.rand(3), expected)
+
+    def test_a_layer_may_begin_to_draw(self) -> None:
+        """Then it, too, draws by (seed, batch, microbatch, layer), under the lock."""
+
+        class Later(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.calls += 1
+                return nn.functional.dropout(x, 0.5) if self.calls > 4 else x
+
+        layers = [Later(), *linears(8, 8), Later(), nn.Dropout(0.5), *linears(8, 1)]
+        assert_trains_like(layers, pairs(*[(8, 8)] * 6), schedule="1f1b", split=[2, 3])
+
+    def test_dropout_may_be_raised(self) -> None:
+        states = []
+        for pp in (1, 2):
+            layers = [nn.Dropout(0.0), *linears(8, 8), nn.Dropout(0.0), *linears(8, 1)]
+            with make(layers, pp=pp, split=None) as pipeline:
+                pipeline.train_step(*pairs((8, 8))[0])
+                pipeline.drain()
+                layers[0].p = layers[2].p = 0.5
+                for pair in pairs((8, 8), (8, 8)):
+                    pipeline.train_step(*pair)
+                states.append(pipeline.full_state_dict())
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    def test_masks_differ_between_microbatches_batches_and_layers(self) -> None:
+        class Keeps(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.seen: list[Tensor] = []
+
+            def forward(self, x: Tensor) -> Tensor:
+                mask = nn.functional.dropout(torch.ones(64))
+                self.seen.append(mask)
+                return x * mask.mean()
+
+        layers = [Keeps(), *linears(4, 1), Keeps()]
+        with make(layers, num_microbatches=2) as pipeline:
+            for pair in pairs((4, 4), (4, 4)):
+                pipeline.train_step(*pair)
+            pipeline.drain()
+        masks = {tuple(mask.tolist()) for layer in (layers[0], layers[2]) for mask in layer.seen}
+        assert len(masks) == 8
+
+    def test_a_loss_that_draws_does_not_depend_on_the_split(self) -> None:
+        def noisy(output: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.mse_loss(nn.functional.dropout(output, 0.5), target)
+
+        data, losses = pairs((8, 4), (8, 4)), []
+        for pp in (1, 2, 3):
+            with make([*linears(4, 3), nn.Dropout(0.1), *linears(3, 1)], noisy, pp=pp) as pipeline:
+                results = [pipeline.train_step(*pair) for pair in data]
+                losses.append([float(result.loss) for result in results])
+        assert losses[1:] == losses[:1] * 2
 
     def test_nothing_runs_before_the_first_batch(self) -> None:
         class Counts(nn.Module):
@@ -361,9 +466,43 @@ class TestRefusals:
         with pytest.warns(UserWarning, match=message):
             make(linears(1, 1, 1, 1, 1), schedule="2bw", pp=pp, num_microbatches=m)
 
-    def test_layers_that_are_none(self) -> None:
+    @pytest.mark.parametrize("split", [None, [1, 1]])
+    @pytest.mark.parametrize("wrong", [3, lambda: 3])
+    def test_layers_that_are_none(self, wrong: object, split: list[int] | None) -> None:
         with pytest.raises(TypeError, match=r"layers\[1\] is or gives a int"):
-            make([nn.Linear(1, 1), lambda: 3], split=[1, 1])
+            make([nn.Linear(1, 1), wrong], split=split)
+
+    def test_a_layer_that_the_meta_device_cannot_build(self) -> None:
+        def build() -> nn.Module:
+            return nn.Linear(1, int(torch.ones(1).item()))
+
+        with pytest.raises(RuntimeError) as caught:
+            make([nn.Linear(1, 1), build])
+        assert "while layers[1] was built on the meta device" in caught.value.__notes__[0]
+        assert make([nn.Linear(1, 1), build], split=[1, 1]).split == [1, 1]
+
+    def test_an_optimizer_over_other_parameters(self) -> None:
+        layers = linears(4, 3, 1)
+        model = nn.Sequential(*layers)
+        with pytest.raises(ValueError, match="SGD holds parameters that are not among those given"):
+            make(layers, optimizer=lambda named: torch.optim.SGD(model.parameters(), lr=0.1))
+
+    @pytest.mark.parametrize("inputs", [[torch.ones(4, 4)], {"x": torch.ones(4, 4)}, (1, 2)])
+    def test_inputs_that_are_no_tensors(self, inputs: object) -> None:
+        kind = type(inputs).__name__
+        with (
+            make(linears(4, 3, 1)) as pipeline,
+            pytest.raises(TypeError, match=f"inputs are a {kind}; they must be a tensor or a"),
+        ):
+            pipeline.train_step(inputs, torch.ones(4, 1))
+
+    def test_autocast(self) -> None:
+        with (
+            make(linears(4, 3, 1)) as pipeline,
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ValueError, match=r"torch.autocast is on.*precision = 'bf16'"),
+        ):
+            pipeline.train_step(*pairs((4, 4))[0])
 
     def test_a_layer_that_gives_no_tensor(self) -> None:
         class Gives(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from twobw.runtime.collectives import Collective
-from twobw.runtime.messages import Value, map_value
+from twobw.runtime.messages import Value, is_value, map_value
 from twobw.runtime.transport import Note
 
 
@@ -104,19 +104,20 @@ class Batch:
 
     def sum_up(self, replicas: Collective) -> list[float]:
         """When all losses are in: the mean loss over all replicas' samples (or weights), and
-        what this replica's gradients must be divided by before they are summed."""
+        what this replica's gradients must be divided by before they are summed. Where nothing
+        counts (all targets ignored) the mean is NaN, and the gradients are the zeros they are."""
         assert self._loss is not None
         loss, weight = self._loss, self._weight
         if replicas.size == 1:
             if weight is None:
                 return [loss.item(), 1.0]
-            return [loss.item() / weight if weight else float("nan"), weight]
+            return [loss.item() / weight if weight else float("nan"), weight or 1.0]
         samples = self.header.num_samples
         own = [loss.item() * samples, samples] if weight is None else [loss.item(), weight]
         totals = torch.tensor(own, dtype=torch.float64, device=loss.device)
         replicas.all_reduce(totals)
         total, total_weight = totals.tolist()
-        divisor = total_weight / samples if weight is None else total_weight
+        divisor = total_weight / samples if weight is None else total_weight or 1.0
         return [total / total_weight if total_weight else float("nan"), divisor]
 
     def loss(self) -> float:
@@ -148,8 +149,13 @@ def count_samples(value: Value, what: str, num_microbatches: int) -> int:
     """The size of the leading dimension, which all tensors of ``value`` share.
 
     Raises:
+        TypeError: it is no tensor or tuple of tensors.
         ValueError: they do not, or there are fewer samples than microbatches.
     """
+    if not is_value(value):
+        raise TypeError(
+            f"{what} are a {type(value).__name__}; they must be a tensor or a tuple of tensors"
+        )
     tensors = value if isinstance(value, tuple) else (value,)
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors if tensor is not None}
     if len(sizes) != 1:
@@ -164,10 +170,11 @@ def count_samples(value: Value, what: str, num_microbatches: int) -> int:
 
 
 def split(value: Value, sizes: list[int]) -> list[Value]:
-    """``value`` cut along the leading dimension."""
+    """``value`` cut along the leading dimension. Each piece has a version counter of its own
+    (``.data``), so that a first layer may work in place on one while another is in flight."""
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     return [
-        map_value(lambda t, a=start, n=size: t.detach()[a : a + n], value)  # type: ignore[misc]
+        map_value(lambda t, a=start, n=size: t[a : a + n].data, value)  # type: ignore[misc]
         for start, size in zip(starts, sizes, strict=True)
     ]
 

@@ -107,7 +107,7 @@ class DistributedTransport:
                 works.append(self._isend(kept[-1], peer, channel, self._control_group))
             if key is not None:
                 self._layouts[self._stage, peer, channel, key] = layout
-        tensors = _fitted(message, layout)
+        tensors = _fitted(message, layout, self._device)
         group = self._groups.get((self._stage, peer), self._control_group)
         for tensor in tensors:
             kept.append(tensor)
@@ -186,14 +186,13 @@ class DistributedTransport:
     def _post(self, peer: int, channel: Channel, incoming: _Incoming, layout: Layout) -> None:
         incoming.layout = layout
         incoming.tensors = tuple(
-            None if t is None else torch.empty(t.shape, dtype=t.dtype, device=self._device)
-            for t in layout.tensors
+            None if t is None else t.empty(self._device) for t in layout.tensors
         )
         group = self._groups.get((peer, self._stage), self._control_group)
         incoming.works = [
-            self._irecv(tensor, peer, channel, group)
-            for tensor in incoming.tensors
-            if tensor is not None and tensor.numel() > 0
+            self._irecv(tensor.permute(expected.order), peer, channel, group)
+            for tensor, expected in zip(incoming.tensors, layout.tensors, strict=True)
+            if tensor is not None and expected is not None and tensor.numel() > 0
         ]
 
     def _keep(self, peer: int, channel: Channel, works: list[dist.Work], kept: object) -> None:
@@ -236,7 +235,7 @@ class DistributedTransport:
         )
 
 
-def _fitted(message: Message, layout: Layout) -> list[Tensor]:
+def _fitted(message: Message, layout: Layout, device: torch.device) -> list[Tensor]:
     """The tensors to send for ``layout``: a gradient that is not there this time is zeros.
 
     Raises:
@@ -250,12 +249,12 @@ def _fitted(message: Message, layout: Layout) -> list[Tensor]:
     ):
         if expected is None and tensor is None:
             continue
-        if expected is None or (given is not None and given != expected):
+        if expected is None or (given is not None and not given.fits(expected)):
             raise _changed(message, layout)
         if tensor is None:
-            tensor = torch.zeros(expected.shape, dtype=expected.dtype)
+            tensor = torch.zeros(expected.shape, dtype=expected.dtype, device=device)
         if tensor.numel() > 0:
-            tensors.append(tensor.contiguous())
+            tensors.append(tensor.permute(expected.order).contiguous())
     return tensors
 
 

@@ -178,7 +178,8 @@ class Executor:
             )
         if weight is not None:
             batch.add_sum(loss.detach(), float(weight))
-            loss = loss / weight if self.microbatches_per_update == 1 else loss
+            takes_one = self.microbatches_per_update == 1 and float(weight) != 0
+            loss = loss / weight if takes_one else loss
         else:
             batch.add_mean(loss.detach(), place)
             loss = loss if self.microbatches_per_update == 1 else loss * batch.share(place)

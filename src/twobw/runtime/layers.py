@@ -32,7 +32,8 @@ def choose_split(
         )
     if split is None:
         # plus one, so that layers without parameters are spread too
-        return balance([_num_parameters(layer) + 1 for layer in layers], num_stages)
+        costs = [_num_parameters(layer, index) + 1 for index, layer in enumerate(layers)]
+        return balance(costs, num_stages)
     split = list(split)
     if len(split) != num_stages or sum(split) != len(layers) or min(split) < 1:
         raise ValueError(
@@ -103,10 +104,17 @@ def copies_where_shared(
     return [next(copied) if isinstance(layer, nn.Module) else layer for layer in layers]
 
 
-def _num_parameters(layer: Layer) -> int:
+def _num_parameters(layer: Layer, index: int) -> int:
     if not isinstance(layer, nn.Module):
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            layer = layer()
+        try:
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                layer = _checked(layer, index)()
+        except Exception as error:
+            error.add_note(
+                f"while layers[{index}] was built on the meta device, to count its parameters; "
+                "give split, and each layer is built only on its own rank"
+            )
+            raise
     return sum(parameter.numel() for parameter in layer.parameters())
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,11 +15,32 @@ Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Shape, dtype and whether a gradient is wanted back."""
+    """Shape, dtype, whether a gradient is wanted back, and the order of the dimensions in memory
+    from the outermost to the innermost (channels last, say)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    order: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorLayout:
+        """That of ``tensor``, in memory as ``tensor.clone()`` is."""
+        order = tuple(range(tensor.dim()))
+        if not tensor.is_contiguous():
+            strides = torch.empty_like(tensor, device="meta").stride()
+            order = tuple(sorted(order, key=lambda dimension: -strides[dimension]))
+        return TensorLayout(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
+
+    def fits(self, other: TensorLayout) -> bool:
+        """Whether they differ in no more than the order in memory."""
+        return replace(self, order=other.order) == other
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor of this layout; permuted by `order` it is contiguous."""
+        outer = [self.shape[dimension] for dimension in self.order]
+        inverse = sorted(range(len(outer)), key=lambda place: self.order[place])
+        return torch.empty(outer, dtype=self.dtype, device=device).permute(inverse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +51,7 @@ class Layout:
     tensors: tuple[TensorLayout | None, ...]
 
     def encode(self) -> list[int]:
-        """As integers: ``is_tuple``, count, then dtype, requires_grad, rank, sizes of each."""
+        """``is_tuple``, count, then dtype, requires_grad, rank, sizes, order of each tensor."""
         numbers = [int(self.is_tuple), len(self.tensors)]
         for tensor in self.tensors:
             if tensor is None:
@@ -38,6 +59,7 @@ class Layout:
             else:
                 code = _DTYPES.index(tensor.dtype)
                 numbers += [code, int(tensor.requires_grad), len(tensor.shape), *tensor.shape]
+                numbers += tensor.order
         return numbers
 
     @staticmethod
@@ -69,10 +91,7 @@ class Message:
         tensors = value if isinstance(value, tuple) else (value,)
         layout = Layout(
             isinstance(value, tuple),
-            tuple(
-                None if t is None else TensorLayout(tuple(t.shape), t.dtype, t.requires_grad)
-                for t in tensors
-            ),
+            tuple(None if t is None else TensorLayout.of(t) for t in tensors),
         )
         return Message(tuple(None if t is None else t.detach() for t in tensors), layout)
 
@@ -92,15 +111,19 @@ def as_value(tensors: Sequence[Tensor | None], *, is_tuple: bool) -> Value:
     return tensor
 
 
+def is_value(value: object) -> TypeGuard[Value]:
+    """Whether a layer may take and give it."""
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(t, Tensor) or (t is None and parts is value) for t in parts)
+
+
 def check_value(value: object, giver: str) -> Value:
     """``value``, if a stage can send it.
 
     Raises:
         TypeError: it is neither a tensor nor a tuple of tensors (or ``None``).
     """
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, tuple) and all(t is None or isinstance(t, Tensor) for t in value):
+    if is_value(value):
         return value
     kind = type(value).__name__
     raise TypeError(f"{giver} gave a {kind}; a layer gives a tensor or a tuple of tensors")
@@ -118,7 +141,8 @@ def _decode_tensor(stream: Iterator[int]) -> TensorLayout | None:
     if code < 0:
         return None
     requires_grad, rank = bool(next(stream)), next(stream)
-    return TensorLayout(tuple(next(stream) for _ in range(rank)), _DTYPES[code], requires_grad)
+    shape, order = (tuple(next(stream) for _ in range(rank)) for _ in range(2))
+    return TensorLayout(shape, _DTYPES[code], requires_grad, order)
 
 
 _DTYPES = (

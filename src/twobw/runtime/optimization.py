@@ -30,7 +30,7 @@ class Optimization:
             sends what has changed to the others. ``None``: each has all.
 
     Raises:
-        ValueError: an optimizer needs a closure.
+        ValueError: an optimizer needs a closure, or is over other parameters than those given.
     """
 
     def __init__(
@@ -47,10 +47,18 @@ class Optimization:
             parameters = self._shares[shards.index]
         made = make_optimizer(parameters) if parameters else []
         self.optimizers = [made] if isinstance(made, Optimizer) else list(made)
+        given = {parameter for _, parameter in parameters}
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS):
                 raise ValueError(
                     "LBFGS evaluates the loss itself; use an optimizer without closure"
+                )
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            if not given.issuperset(held):
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds parameters that are not among those given; "
+                    "make it over the (name, parameter) pairs that optimizer is called with, "
+                    "since those are where the newest weights are"
                 )
         self.schedulers = [make_scheduler(o) for o in self.optimizers] if make_scheduler else []
 

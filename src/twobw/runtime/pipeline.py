@@ -43,8 +43,9 @@ class Pipeline:
 
     Args:
         layers: modules, or callables without arguments that build one, called only on the rank
-            that needs it, with the random generator set from (seed, layer). As in
-            ``nn.Sequential``, a layer takes what the one before gives: a tensor or a tuple of
+            that needs it, with the random generator set from (seed, layer); and, without
+            ``split``, once on the meta device, where it takes no memory, to count parameters. As
+            in ``nn.Sequential``, a layer takes what the one before gives: a tensor or a tuple of
             tensors, the batch first.
         loss_fn: ``loss_fn(output, target)`` -> mean over the microbatch, or ``(sum, weight)``.
         optimizer: from this rank's ``(name, parameter)`` pairs to one torch.optim optimizer or a
@@ -311,6 +312,11 @@ class Pipeline:
     ) -> tuple[list[Value | None], list[Value | None]]:
         """A batch's part for each replica of this process, by replica; refused before any stage
         begins it if it does not fit."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise ValueError(
+                "torch.autocast is on; it does not reach backwards that run again what was not "
+                "kept, nor stages that are threads. Use precision = 'bf16' or 'fp16' instead"
+            )
         num_parts = self._ranks[-1].mesh.replica + 1 if self._threads else 1
         sizes: dict[str, int] = {}
         for value, what, needed in (

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 Result = TypeVar("Result")
+Settings: TypeAlias = tuple[float, ...]
 
 _MASK = (1 << 64) - 1
 
@@ -55,13 +56,14 @@ class LayerRunner:
     """Runs layers with their generator set.
 
     Stages that are threads share the default generator: there, a lock covers the layers that
-    draw. Which ones draw is seen at a layer's first forward in each mode, made under the lock.
+    draw. Which ones draw is seen at a layer's first forward, made under the lock, and looked for
+    again whenever one of its settings has changed.
     """
 
     def __init__(self, seed: int, lock: threading.Lock | None) -> None:
         self._seed = seed
         self._lock = lock
-        self._draws: dict[tuple[int, bool], bool] = {}
+        self._quiet: dict[int, Settings] = {}  # layers that drew nothing, with what settings
 
     def undisturbed(self) -> AbstractContextManager[object]:
         """While open, layers may set the default generator; the caller's stream goes on after.
@@ -76,20 +78,36 @@ class LayerRunner:
         return self._lock or nullcontext()
 
     def run(
-        self, layer: nn.Module, index: int, batch: int, microbatch: int, value: object
-    ) -> object:
-        """``layer(value)`` as layer ``index`` of the model."""
+        self,
+        layer: Callable[[Any], Result],
+        index: int,
+        batch: int,
+        microbatch: int,
+        value: object,
+    ) -> Result:
+        """``layer(value)`` as layer ``index`` of the model; the loss comes after the last one."""
         if self._lock is None:
             seed_layer(self._seed, batch, microbatch, index)
             return layer(value)
-        mode = (index, layer.training)
-        if self._draws.get(mode) is False:
+        settings = _settings(layer) if isinstance(layer, nn.Module) else None
+        if settings is not None and self._quiet.get(index) == settings:
             return layer(value)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with self._lock, torch.random.fork_rng(devices):
             seed_layer(self._seed, batch, microbatch, index)
             before = torch.random.get_rng_state()
             output = layer(value)
-            if mode not in self._draws:
-                self._draws[mode] = not torch.equal(before, torch.random.get_rng_state())
-            return output
+            is_quiet = torch.equal(before, torch.random.get_rng_state())
+        if is_quiet and settings is not None:
+            self._quiet[index] = settings
+        return output
+
+
+def _settings(layer: nn.Module) -> Settings:
+    """The numbers and switches among the attributes of a layer's modules (``p``, ``training``)."""
+    return tuple(
+        value
+        for module in layer.modules()
+        for value in vars(module).values()
+        if isinstance(value, (bool, int, float))
+    )

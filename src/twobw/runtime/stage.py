@@ -113,15 +113,20 @@ class Stage:
         """
         stash: list[_Graph | _Inputs] = []
         everything = range(len(self.layers))
+
+        def run_last(value: Value) -> Value:
+            if then is None:
+                return value
+            return self._runner.run(then, self.first_layer + len(self.layers), batch, place, value)
+
         if self._recompute in ("layer", "stage") and torch.is_grad_enabled():
             value = self._run_and_forget(value, batch, place, stash)
             if then is not None:
-                value = self._run_and_keep(value, then, stash)
+                value = self._run_and_keep(value, run_last, stash)
         else:
 
             def run(value: Value) -> Value:
-                value = self._run_layers(everything, value, batch, place)
-                return value if then is None else then(value)
+                return run_last(self._run_layers(everything, value, batch, place))
 
             value = self._run_and_keep(value, run, stash)
         if torch.is_grad_enabled():

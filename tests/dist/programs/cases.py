@@ -70,6 +70,28 @@ def plain_layers() -> list[nn.Module]:
     ]
 
 
+class ChannelsLast(nn.Module):
+    """Changes the memory format, which the next stage must get as it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+class StaysChannelsLast(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        return super().forward(x)
+
+
+def image_layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [
+        nn.Sequential(ChannelsLast(), nn.Conv2d(3, 8, 3, padding=1)),
+        StaysChannelsLast(8, 4, 3, padding=1),
+        nn.Sequential(StaysChannelsLast(4, 2, 3), nn.Flatten(), nn.Linear(18, 1)),
+    ]
+
+
 def batches(*shapes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
@@ -106,6 +128,7 @@ OF_THREE = {
     "gpipe m=3": Case("gpipe", 3, plain_layers, CHANGING),
     "no-pipeline m=1": Case("no-pipeline", 1, plain_layers, CHANGING),
     "weight-stashing m=2": Case("weight-stashing", 2, plain_layers, CHANGING),
+    "channels last": Case("2bw", 2, image_layers, [(5, 3, 5, 5)] * 3),
     "tuples": Case("2bw", 2, mixed_layers, [(5, 4), (5, 4), (6, 4), (5, 4)]),
 }
 

@@ -32,6 +32,7 @@ def main(which: str, out: str) -> None:
             timeout=30,
             **case.options,
         )
+        torch.manual_seed(5)
         results = []
         for inputs, targets in case.data():
             mine = part(inputs, pipeline) if pipeline.is_first_stage else None
@@ -56,6 +57,8 @@ def main(which: str, out: str) -> None:
         elif pipeline.stage > 0:
             assert results[0].stage_metrics() is None
         pipeline.close()
+        undisturbed = torch.rand(3, generator=torch.Generator().manual_seed(5))
+        assert torch.equal(torch.rand(3), undisturbed), "the caller's random stream goes on"
     if outcomes:
         torch.save(outcomes, out)
     dist.destroy_process_group()
