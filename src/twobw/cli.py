@@ -62,13 +62,14 @@ def schedule(
     check: Path | None = None,
     rule: str | None = None,
     extra_in_flight: int = 0,
+    update_lag: int = 0,
 ) -> int:
     """Print a schedule, what each stage holds, and what the checker says of it.
 
     Parameters
     ----------
     name
-        2bw, 1f1b, gpipe, weight-stashing or no-pipeline.
+        2bw, 2bw-fresh, paci, 1f1b, gpipe, weight-stashing or no-pipeline.
     stages
         Pipeline stages.
     microbatches
@@ -82,7 +83,9 @@ def schedule(
     rule
         The schedule whose versions and limits the CSV is checked by; needs --microbatches.
     extra_in_flight
-        For 2bw: microbatches in flight beyond the usual, to hide slow links.
+        For 2bw, 2bw-fresh and paci: microbatches in flight beyond the usual, to hide slow links.
+    update_lag
+        For 2bw-fresh: microbatches that an update comes later, to hide what must be reduced.
     """
     from twobw.reports.schedule_text import run_schedule_command
 
@@ -95,6 +98,7 @@ def schedule(
         check_file=check,
         rule=rule,
         extra_in_flight=extra_in_flight,
+        update_lag=update_lag,
     )
     sys.stdout.write(text + "\n")
     return code

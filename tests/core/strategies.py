@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from twobw.core.generators import SCHEDULES, generate
+from twobw.core.generators import SCHEDULES, generate, options_of
 from twobw.core.lowering import lower
 from twobw.core.ops import Op, OpKind
 from twobw.core.schedule import Schedule
@@ -14,10 +14,12 @@ from twobw.core.schedule import Schedule
 @st.composite
 def names_and_options(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     name = draw(st.sampled_from(list(SCHEDULES)))
-    if name != "2bw":
-        return name, {}
-    extra, defer = draw(st.integers(0, 2)), draw(st.booleans())
-    return name, {"extra_in_flight": extra, "defer_update": defer}
+    values = {
+        "extra_in_flight": st.integers(0, 2),
+        "defer_update": st.booleans(),
+        "update_lag": st.integers(0, 4),
+    }
+    return name, {option: draw(values[option]) for option in options_of(name)}
 
 
 @st.composite
@@ -51,6 +53,11 @@ garbage = st.builds(
     max_in_flight=limits,
     num_gradient_buffers=small,
     programs=st.lists(st.lists(garbage_ops, max_size=12).map(tuple), max_size=4).map(tuple),
+    options=st.lists(
+        st.tuples(st.sampled_from(["extra_in_flight", "update_lag", "unheard-of"]), small),
+        max_size=2,
+    ).map(tuple),
+    backward_on_newest=st.booleans(),
 )
 
 

@@ -42,6 +42,30 @@ CASES: list[tuple[str, list[tuple[int | None, int | None]], Schedule, str, set[s
     ("same-version", [(0, 4)], STASHING, "stage 0 | F0@0 B0@0 U0@1 F1@0 B1@1 U1@2", set()),
     ("version-rule", [(0, 3), (0, 4)], declare("2bw", 1, 1, 2),
      "stage 0 | F0@0 B0@0 U0@1 F1@1 B1@1 U1@2", set()),
+    # Options are part of the rule: without a lag microbatch 3 of stage 0 runs on version 1.
+    ("version-rule", [(0, 5), (0, 8)], declare("2bw-fresh", 2, 2, 2),
+     """stage 0 | F0@0 F1@0 B0@0 F2@0 B1@0 F3@0 B2@0 U1@1 B3@0 U3@2
+        stage 1 | F0@0 B0@0 F1@0 B1@0 U1@1 F2@1 B2@1 F3@1 B3@1 U3@2""", {"gradient-buffers"}),
+    ("version-rule", [(1, 5), (1, 7)], declare("2bw-fresh", 2, 2, 2, update_lag=1),
+     """stage 0 | F0@0 F1@0 B0@0 F2@0 B1@0 F3@0 B2@0 U1@1 B3@0 U3@2
+        stage 1 | F0@0 B0@0 F1@0 B1@0 U1@1 F2@1 F3@1 B2@1 B3@1 U3@2""", {"in-flight"}),
+    # Where backwards run on the newest version: on that of their forward instead; forwards on
+    # another than the newest; an update before a backward of its batch.
+    ("same-version", [(0, 7)], declare("paci", 2, 2, 2),
+     """stage 0 | F0@0 F1@0 B0@0 F2@0 B1@0 U1@1 F3@1 B2@0 B3@1 U3@2
+        stage 1 | F0@0 B0@0 F1@0 B1@0 U1@1 F2@1 B2@1 F3@1 B3@1 U3@2""",
+     {"version-rule", "buffered", "live-versions"}),
+    ("version-rule", [(0, 6)], declare("paci", 2, 2, 2),
+     """stage 0 | F0@0 F1@0 B0@0 F2@0 B1@0 U1@1 F3@0 B2@1 B3@1 U3@2
+        stage 1 | F0@0 B0@0 F1@0 B1@0 U1@1 F2@1 B2@1 F3@1 B3@1 U3@2""",
+     {"buffered", "live-versions"}),
+    ("buffered", [(0, 3)], declare("paci", 2, 2, 2),
+     """stage 0 | F0@0 F1@0 B0@0 F2@1 B1@0 U1@1 F3@1 B2@1 B3@1 U3@2
+        stage 1 | F0@0 B0@0 F1@0 B1@0 U1@1 F2@1 B2@1 F3@1 B3@1 U3@2""", set()),
+    ("slot", [(0, 4)], declare("paci", 2, 2, 2),
+     """stage 0 | F0@0 F1@0 B0@0 F2@0 U1@1 B1@0 F3@1 B2@1 B3@1 U3@2
+        stage 1 | F0@0 B0@0 F1@0 B1@0 U1@1 F2@1 B2@1 F3@1 B3@1 U3@2""",
+     {"updates", "buffered", "live-versions", "gradient-buffers"}),
     # Not made yet; overwritten.
     ("buffered", [(0, 2)], declare("gpipe", 1, 1, 2),
      "stage 0 | F0@0 B0@0 F1@1 U0@1 B1@1 U1@2", set()),
@@ -146,6 +170,8 @@ def test_transfers_and_reductions(
         ({"num_versions": (2,)}, "num_versions has 1 values for 2 stages"),
         ({"num_versions": (1, 0)}, "num_versions of stage 1 is 0; it must be at least 1"),
         ({"max_in_flight": (2, 1, 1)}, "max_in_flight has 3 values for 2 stages"),
+        ({"options": (("update_lag", 1),)}, "'1f1b' does not know the option 'update_lag'"),
+        ({"name": "2bw-fresh", "options": (("update_lag", -1),)}, "update_lag is -1"),
     ],
 )
 def test_a_senseless_declaration(changes: dict[str, Any], message: str) -> None:

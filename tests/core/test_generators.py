@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.core.strategies import generated, names_and_options
 from twobw.core.checker import check
-from twobw.core.generators import SCHEDULES, generate, stage_program, stage_rule
+from twobw.core.generators import generate, stage_program, stage_rule
 from twobw.core.occupancy import in_flight, live_versions, ops_by_stage
 from twobw.core.ops import Op, OpKind
 from twobw.core.schedule import Schedule
@@ -95,8 +95,20 @@ def test_draining_between_batches_is_legal_and_changes_no_version(
     undrained = generate(name, p, m, len(drains), **options)
     drained = replace(undrained, programs=tuple(programs))
     assert check(drained) == []
+    if undrained.backward_on_newest:
+        return  # forwards find the newest version, as is tested below
     for ops_drained, ops_undrained in zip(drained.programs, undrained.programs, strict=True):
         assert identities(ops_drained) == identities(ops_undrained)
+
+
+@given(sizes, sizes)
+def test_after_a_drain_a_single_slot_holds_the_newest_version_only(p: int, m: int) -> None:
+    for stage in range(p):
+        stream = stage_program("paci", stage, p, m)
+        list(stream.begin_batch())
+        list(stream.drain())
+        forwards = [op for op in stream.begin_batch() if op.kind is OpKind.FORWARD]
+        assert {op.version for op in forwards} == {1}
 
 
 @given(names_and_options(), sizes, sizes, st.integers(0, 4))
@@ -134,6 +146,8 @@ def test_a_deferred_update_waits_for_the_first_forward_that_needs_it() -> None:
         (("2bw", 2, 2, 1), {"extra_in_flight": -1}, "extra_in_flight is -1; .* at least 0"),
         (("gpipe", 2, 2, 1), {"extra_in_flight": 1}, "'gpipe' does not know .*extra_in_flight"),
         (("2bw", 2, 2, 1), {"extra": 1}, "it has extra_in_flight, defer_update"),
+        (("paci", 2, 2, 1), {"update_lag": 1}, "'paci' does not know .*update_lag"),
+        (("2bw-fresh", 2, 2, 1), {"update_lag": -1}, "update_lag is -1; .* at least 0"),
     ],
 )
 def test_wrong_settings_are_named(
@@ -149,7 +163,10 @@ def test_the_registry_knows_the_version_rules() -> None:
         return [rule.version(microbatch) for microbatch in range(8)]
 
     assert versions("2bw", 0) == versions("2bw", 2) == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert versions("2bw-fresh", 0) == versions("paci", 0) == versions("2bw", 0)  # x = m
+    assert versions("2bw-fresh", 1) == versions("paci", 1) == [0, 0, 0, 1, 1, 2, 2, 3]
+    assert versions("2bw-fresh", 2) == versions("paci", 2) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert versions("weight-stashing", 0) == [0, 0, 0, 1, 2, 3, 4, 5]
     assert versions("weight-stashing", 2) == [0, 1, 2, 3, 4, 5, 6, 7]
-    for name in set(SCHEDULES) - {"2bw", "weight-stashing"}:
+    for name in ("1f1b", "gpipe", "no-pipeline"):
         assert versions(name, 1) == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -1,6 +1,7 @@
 from hypothesis import given
 
 from tests.core.strategies import generated
+from twobw.core.checker import check
 from twobw.core.generators import generate, stage_program
 from twobw.core.lowering import is_lowered, lower, lower_ops, stage_ranks
 from twobw.core.schedule import Schedule
@@ -25,6 +26,15 @@ def test_a_reduction_follows_the_last_backward_of_its_update() -> None:
     assert text(deferred) == [
         "F0@0 B0@0 R0@1 F1@0 B1@0 R1@2 U0@1 F2@1 B2@1 R2@3 U1@2 U2@3",
     ]
+
+
+def test_a_lag_leaves_time_between_a_reduction_and_its_update() -> None:
+    lowered = lower(generate("2bw-fresh", 2, 2, 2, update_lag=1), reduce=True)
+    assert check(lowered) == []
+    compute = [op for op in lowered.programs[1] if not op.kind.is_transfer]
+    assert " ".join(map(str, compute)) == (
+        "F0@0 B0@0 F1@0 B1@0 R1@1 F2@0 B2@0 U1@1 F3@1 B3@1 R3@2 U3@2"
+    )
 
 
 def test_neighbours_on_one_rank_pass_nothing() -> None:

@@ -29,6 +29,20 @@ def test_two_bw_never_waits(p: int, above: int, n: int, f: int, b: int) -> None:
     assert timeline.makespan_ns == (m * n + p - 1) * (f + b)
 
 
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 5), st.integers(0, 2), costs, costs)
+def test_the_schedules_around_two_bw_keep_its_pace(
+    p: int, m: int, n: int, extra: int, f: int, b: int
+) -> None:
+    def makespan_ns(name: str, **options: int) -> int:
+        schedule = generate(name, p, m, n, extra_in_flight=extra, **options)
+        return simulate(schedule, StageCost(f, b)).makespan_ns
+
+    expected = makespan_ns("2bw")
+    assert makespan_ns("paci") == expected
+    for lag in range(m + 1):
+        assert makespan_ns("2bw-fresh", update_lag=lag) == expected
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @given(p=st.integers(1, 6), m=st.integers(1, 9), n=st.integers(1, 5), f=costs, b=costs)
 def test_flushes_fill_and_drain_each_batch(

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from tests.core.strategies import generated
 from twobw.core.checker import check
-from twobw.core.generators import generate
+from twobw.core.generators import SCHEDULES, generate
 from twobw.core.lowering import lower
 from twobw.core.ops import OpKind
 from twobw.core.schedule import Schedule
@@ -88,7 +88,7 @@ def test_torchs_own_1f1b_is_judged_as_torch_judges_it(tmp_path: Path) -> None:
         assert violations == []
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "no-pipeline", "2bw", "weight-stashing"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_reads_what_is_written(name: str, tmp_path: Path) -> None:
     schedule = generate(name, 3, 4, 2)
     rows = csv.reader(write_csv(schedule).splitlines())
@@ -113,12 +113,22 @@ def test_versions_and_updates_are_filled_in_from_the_rule(schedule: Schedule) ->
         write_csv(schedule),
         name=schedule.name,
         num_microbatches=schedule.num_microbatches,
-        **({"extra_in_flight": 2} if schedule.name == "2bw" else {}),
+        **dict(schedule.options),
     )
     assert check(read) == []
     assert (read.num_stages, read.num_batches) == (schedule.num_stages, schedule.num_batches)
     if not deferred:
         assert read.programs == schedule.programs
+
+
+def test_forwards_on_the_newest_version_are_filled_in_by_their_place() -> None:
+    flushed = write_csv(generate("1f1b", 2, 2, 2))
+    schedule = read_csv(flushed, name="paci", num_microbatches=2)
+    assert [" ".join(map(str, program)) for program in schedule.programs] == [
+        "F0@0 F1@0 B0@0 B1@0 U1@1 F2@1 F3@1 B2@1 B3@1 U3@2",
+        "F0@0 B0@0 F1@0 B1@0 U1@1 F2@1 B2@1 F3@1 B3@1 U3@2",
+    ]
+    assert check(schedule) == []
 
 
 def test_by_default_a_file_is_one_flushed_batch() -> None:

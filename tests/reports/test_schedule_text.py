@@ -50,6 +50,17 @@ def test_more_in_flight() -> None:
     assert "0      2 of 2         3 of 3" in text
 
 
+def test_a_later_update() -> None:
+    sizes = {"num_stages": 2, "num_microbatches": 4, "num_batches": 2}
+    text, code = run_schedule_command("2bw-fresh", **sizes, update_lag=1)
+    assert code == 0
+    assert "B3@0 F5@0 B4@0 U3@1 F6@1" in " ".join(text.splitlines()[2].split())
+    assert "1      1 of 2         1 of 1" in text
+    text, code = run_schedule_command("2bw-fresh", **sizes)
+    assert code == 0
+    assert "1      1 of 1         1 of 1" in text
+
+
 def test_a_csv_is_checked_as_one_flushed_batch_or_by_a_rule(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     file.write_text("0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n")
@@ -93,6 +104,7 @@ def test_an_illegal_csv_is_refused_with_the_faulty_cell_marked(tmp_path: Path) -
         ),
         ({"check_file": Path("x.csv"), "num_microbatches": 2}, "--rule is None and .* takes both"),
         ({"name": "gpipe", **SIZES, "extra_in_flight": 1}, "'gpipe' does not know the option"),
+        ({"name": "2bw", **SIZES, "update_lag": 1}, "'2bw' does not know the option 'update_lag'"),
     ],
 )
 def test_arguments_that_do_not_go_together(arguments: dict[str, Any], message: str) -> None:

@@ -21,6 +21,10 @@ class Schedule:
         max_in_flight: for each stage, the most microbatches between their forward and backward.
         num_gradient_buffers: how many updates' gradients may be held at once.
         programs: ``programs[rank]`` is that rank's tuple of ops. A rank may own several stages.
+        options: ``(name, value)`` of the generator's options that are set; the version rule is
+            looked up with them.
+        backward_on_newest: backwards run on the newest version, whatever their forward used;
+            False: on their forward's.
     """
 
     name: str
@@ -32,3 +36,5 @@ class Schedule:
     max_in_flight: tuple[int, ...]
     num_gradient_buffers: int
     programs: tuple[tuple[Op, ...], ...]
+    options: tuple[tuple[str, int], ...] = ()
+    backward_on_newest: bool = False

@@ -10,10 +10,11 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from twobw.core.generators import declare, stage_rule
+from twobw.core.generators.rule import StageRule
 from twobw.core.ops import Op, OpKind
 from twobw.core.schedule import Schedule
 
@@ -63,15 +64,16 @@ def read_csv(
     total = 1 + max(op.microbatch for op in ops)
     if name is None or num_microbatches is None:
         declared = _one_flushed_batch(len(stages), total)
-        versions: list[Callable[[int], int]] = [lambda microbatch: 0] * len(stages)
+        flush = StageRule(total, 1, total, version=lambda microbatch: 0)
+        rules = [flush] * len(stages)
     else:
         num_batches = -(-total // max(num_microbatches, 1))
         declared = declare(name, len(stages), num_microbatches, num_batches, **options)
-        versions = [
-            stage_rule(name, stage, len(stages), num_microbatches, **options).version
+        rules = [
+            stage_rule(name, stage, len(stages), num_microbatches, **options)
             for stage in range(len(stages))
         ]
-    return replace(declared, programs=tuple(tuple(_fill(row, declared, versions)) for row in rows))
+    return replace(declared, programs=tuple(tuple(_fill(row, declared, rules)) for row in rows))
 
 
 def _cells(text: str) -> list[list[str]]:
@@ -113,7 +115,7 @@ def _one_flushed_batch(num_stages: int, num_microbatches: int) -> Schedule:
     )
 
 
-def _fill(row: list[Op], declared: Schedule, versions: list[Callable[[int], int]]) -> Iterator[Op]:
+def _fill(row: list[Op], declared: Schedule, rules: list[StageRule]) -> Iterator[Op]:
     """The ops of a row with their batches and versions, and with the updates."""
     per_update = declared.microbatches_per_update
     made = [
@@ -125,6 +127,7 @@ def _fill(row: list[Op], declared: Schedule, versions: list[Callable[[int], int]
         for index, (op, version) in enumerate(zip(row, made, strict=True))
         if op.kind is not OpKind.FORWARD
     }
+    updates: Counter[int] = Counter()
     for index, (op, version) in enumerate(zip(row, made, strict=True)):
         newest = version * per_update - 1
         update = Op(OpKind.UPDATE, op.stage, newest, newest // declared.num_microbatches, version)
@@ -132,6 +135,15 @@ def _fill(row: list[Op], declared: Schedule, versions: list[Callable[[int], int]
             yield replace(update, kind=OpKind.REDUCE)
         else:
             batch = op.microbatch // declared.num_microbatches
-            yield replace(op, batch=batch, version=versions[op.stage](op.microbatch))
+            yield replace(op, batch=batch, version=_version(op, rules[op.stage], updates[op.stage]))
         if last.get((op.stage, version)) == index:
+            updates[op.stage] += 1
             yield update
+
+
+def _version(op: Op, rule: StageRule, newest: int) -> int:
+    """The version that a forward or backward runs on after ``newest`` updates."""
+    if op.kind is OpKind.BACKWARD:
+        return rule.backward_version(op.microbatch)
+    version = rule.version(op.microbatch)
+    return max(version, newest) if rule.backward_on_newest else version

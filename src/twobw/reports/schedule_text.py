@@ -29,6 +29,7 @@ def run_schedule_command(
     check_file: Path | None = None,
     rule: str | None = None,
     extra_in_flight: int = 0,
+    update_lag: int = 0,
 ) -> tuple[str, int]:
     """The text of ``twobw schedule`` and its exit code: 1 if the schedule is illegal, else 0.
 
@@ -39,7 +40,8 @@ def run_schedule_command(
         ValueError: arguments that do not go together, or are out of range; a malformed CSV.
         OSError: the file cannot be read.
     """
-    options = {"extra_in_flight": extra_in_flight} if extra_in_flight else {}
+    given = {"extra_in_flight": extra_in_flight, "update_lag": update_lag}
+    options = {option: value for option, value in given.items() if value}
     if check_file is not None:
         csv = output_format if output_format == "csv" else None
         sizes = {"--stages": num_stages, "--batches": num_batches}

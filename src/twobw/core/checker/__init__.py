@@ -3,17 +3,19 @@
 ========================  =========================================================================
 rule                      what it asks
 ========================  =========================================================================
-``declaration``           sizes, slots and limits are at least 1 and there is one for each stage
+``declaration``           sizes, slots and limits are at least 1 and there is one for each stage;
+                          options are those of the schedule of this name
 ``owner``                 every stage has its ops in one rank's program
 ``numbering``             microbatches and batches are numbered through the run, updates by version
 ``once``                  every microbatch has one forward and one backward on every stage
 ``order``                 forwards ascend, and so do backwards (gradients are added in that order)
 ``forward-first``         a backward comes after its forward
-``same-version``          a backward runs on the version of its forward
-``version-rule``          versions are those that the schedule of this name prescribes
+``same-version``          a backward runs on the version of its forward or, where the schedule
+                          declares ``backward_on_newest``, on the newest that there may be then
+``version-rule``          versions are those that the schedule of this name and options prescribes
 ``buffered``              that version is made, and its slot not yet overwritten
 ``updates``               versions 1, 2, ... are each made once, after their last backward
-``slot``                  an update never writes the slot of a version in use
+``slot``                  an update never writes the slot of a version that a backward needs
 ``in-flight``             microbatches in flight stay within ``max_in_flight``
 ``live-versions``         versions still needed stay within ``num_versions``
 ``gradient-buffers``      updates whose gradients are begun stay within ``num_gradient_buffers``

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from twobw.core.checker.violation import Violation
+from twobw.core.generators import SCHEDULES, check_options
 from twobw.core.schedule import Schedule
 
 
 def declaration(schedule: Schedule) -> Iterator[Violation]:
-    """Sizes, slots and limits that make no sense."""
+    """Sizes, slots, limits and options that make no sense."""
     for size in (
         "num_stages",
         "num_microbatches",
@@ -33,6 +34,11 @@ def declaration(schedule: Schedule) -> Iterator[Violation]:
             f"microbatches_per_update is {per_update}; "
             f"it must divide num_microbatches, {schedule.num_microbatches}"
         )
+    if schedule.name in SCHEDULES:
+        try:
+            check_options(schedule.name, dict(schedule.options))
+        except ValueError as error:
+            yield _fault(str(error))
 
 
 def ownership(schedule: Schedule) -> Iterator[Violation]:

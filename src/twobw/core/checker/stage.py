@@ -53,6 +53,12 @@ class StageOps:
         """The first microbatch that ``version`` takes a gradient from and that is not there."""
         return next((i for i in self.taken_by(version) if i not in backwards), None)
 
+    def backward_version(self, forward: Op) -> int:
+        """The version that the backward of this forward must run on."""
+        if self.schedule.backward_on_newest:
+            return forward.microbatch // self.schedule.microbatches_per_update
+        return forward.version
+
     def fault(self, rule: str, index: int, op: Op, message: str) -> Violation:
         """The violation of an op."""
         return Violation(self.rank, index, op, rule, message)
@@ -137,21 +143,31 @@ def _forward_first(stage: StageOps) -> Iterator[Violation]:
 
 
 def _same_version(stage: StageOps) -> Iterator[Violation]:
-    forwards = {op.microbatch: op.version for _, op in stage.of(OpKind.FORWARD)}
+    forwards = {op.microbatch: op for _, op in stage.of(OpKind.FORWARD)}
     for index, op in stage.of(OpKind.BACKWARD):
-        if forwards.get(op.microbatch, op.version) != op.version:
-            message = f"its forward runs on version {forwards[op.microbatch]}"
-            yield stage.fault("same-version", index, op, message)
+        forward = forwards.get(op.microbatch)
+        if forward is None or stage.backward_version(forward) == op.version:
+            continue
+        message = f"its forward runs on version {forward.version}"
+        if stage.schedule.backward_on_newest:
+            message = f"the newest before its update is version {stage.backward_version(forward)}"
+        yield stage.fault("same-version", index, op, message)
 
 
 def _version_rule(stage: StageOps) -> Iterator[Violation]:
     schedule = stage.schedule
     if schedule.name not in SCHEDULES:
         return
-    rule = stage_rule(schedule.name, stage.stage, schedule.num_stages, schedule.num_microbatches)
+    sizes = schedule.num_stages, schedule.num_microbatches
+    rule = stage_rule(schedule.name, stage.stage, *sizes, **dict(schedule.options))
     for index, op in stage.of(*_COMPUTE):
-        version = rule.version(op.microbatch)
-        if op.version != version:
+        backward_version = rule.backward_version(op.microbatch)
+        is_forward = op.kind is OpKind.FORWARD
+        version = rule.version(op.microbatch) if is_forward else backward_version
+        # On the newest version only, a forward after a drain finds that of its backward; which of
+        # the two is there, the rule "buffered" asks.
+        is_newer = is_forward and rule.backward_on_newest and op.version == backward_version
+        if op.version != version and not is_newer:
             message = f"under {schedule.name} microbatch {op.microbatch} runs on version {version}"
             yield stage.fault("version-rule", index, op, message)
 
@@ -194,13 +210,13 @@ def _slot(stage: StageOps) -> Iterator[Violation]:
     in_use: dict[int, int] = {}
     for index, op in stage.of(*_COMPUTE, OpKind.UPDATE):
         if op.kind is OpKind.FORWARD:
-            in_use[op.microbatch] = op.version
+            in_use[op.microbatch] = stage.backward_version(op)
         elif op.kind is OpKind.BACKWARD:
             in_use.pop(op.microbatch, None)
         else:
             slot = op.version % stage.num_versions
             for microbatch, version in in_use.items():
-                if version != op.version and version % stage.num_versions == slot:
+                if version < op.version and version % stage.num_versions == slot:
                     message = f"it writes slot {slot}, of version {version}, which microbatch "
                     yield stage.fault("slot", index, op, f"{message}{microbatch} still needs")
                     break

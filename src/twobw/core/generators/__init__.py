@@ -7,20 +7,24 @@ one stage's ops without end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
 from twobw.core.generators.gpipe import gpipe
 from twobw.core.generators.no_pipeline import no_pipeline
 from twobw.core.generators.one_f_one_b import one_f_one_b
+from twobw.core.generators.paci import paci
 from twobw.core.generators.rule import StageProgram, StageRule
 from twobw.core.generators.two_bw import two_bw
+from twobw.core.generators.two_bw_fresh import two_bw_fresh
 from twobw.core.generators.weight_stashing import weight_stashing
 from twobw.core.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., StageRule]] = {
     "2bw": two_bw,
+    "2bw-fresh": two_bw_fresh,
+    "paci": paci,
     "1f1b": one_f_one_b,
     "gpipe": gpipe,
     "weight-stashing": weight_stashing,
@@ -44,14 +48,23 @@ def stage_rule(
     for size, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise ValueError(f"{size} is {value}; it must be at least 1")
-    rule, known = SCHEDULES[name], options_of(name)
+    check_options(name, options)
+    return SCHEDULES[name](stage, num_stages, num_microbatches, **options)
+
+
+def check_options(name: str, options: Mapping[str, int]) -> None:
+    """Refuse what a schedule of the registry does not take.
+
+    Raises:
+        ValueError: an option that the schedule does not have, or a negative value.
+    """
+    known = options_of(name)
     for option, value in options.items():
         if option not in known:
             has = f"has {', '.join(known)}" if known else "has no options"
             raise ValueError(f"schedule {name!r} does not know the option {option!r}; it {has}")
         if value < 0:
             raise ValueError(f"{option} is {value}; it must be at least 0")
-    return rule(stage, num_stages, num_microbatches, **options)
 
 
 def options_of(name: str) -> list[str]:
@@ -119,4 +132,6 @@ def declare(
         max_in_flight=tuple(rule.max_in_flight for rule in rules),
         num_gradient_buffers=2 if any(rule.defer_update for rule in rules) else 1,
         programs=(),
+        options=tuple(sorted((option, int(value)) for option, value in options.items())),
+        backward_on_newest=rules[0].backward_on_newest,
     )

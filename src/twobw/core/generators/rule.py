@@ -22,6 +22,10 @@ class StageRule:
             fall from one microbatch to the next. A forward waits for its version to be made.
         defer_update: whether an update waits until a forward needs its version (so that what
             must be reduced has time to arrive), rather than following its last backward.
+        backward_on_newest: whether backwards run on the newest version whatever their forward
+            used, so that no other is kept. Forwards then run on the newest as well, which is
+            ``version`` or, where the pipeline was drained, a later one. Does not go with
+            ``defer_update``.
     """
 
     max_in_flight: int
@@ -29,6 +33,13 @@ class StageRule:
     microbatches_per_update: int
     version: Callable[[int], int]
     defer_update: bool = False
+    backward_on_newest: bool = False
+
+    def backward_version(self, microbatch: int) -> int:
+        """The version that a microbatch's backward runs on."""
+        if self.backward_on_newest:
+            return microbatch // self.microbatches_per_update
+        return self.version(microbatch)
 
 
 class StageProgram:
@@ -36,7 +47,8 @@ class StageProgram:
 
     ``begin_batch`` for batches 0, 1, ... then ``drain`` yields the whole program; ``drain`` may
     also stand between batches (for a checkpoint, an evaluation): it finishes what is in flight
-    and leaves the version rule as it was.
+    and leaves the version rule as it was (forwards that must take the newest version find a newer
+    one: `StageRule.backward_on_newest`).
     """
 
     def __init__(
@@ -75,19 +87,20 @@ class StageProgram:
         return (self._updates + 1) * self.rule.microbatches_per_update <= self._backwards
 
     def _forward(self) -> Op:
-        self._forwards += 1
-        return self._op(OpKind.FORWARD, self._forwards - 1)
+        microbatch, self._forwards = self._forwards, self._forwards + 1
+        version = self.rule.version(microbatch)
+        if self.rule.backward_on_newest:
+            version = self._updates
+        return self._op(OpKind.FORWARD, microbatch, version)
 
     def _backward(self) -> Op:
-        self._backwards += 1
-        return self._op(OpKind.BACKWARD, self._backwards - 1)
-
-    def _op(self, kind: OpKind, microbatch: int) -> Op:
-        batch = microbatch // self.num_microbatches
-        return Op(kind, self.stage, microbatch, batch, self.rule.version(microbatch))
+        microbatch, self._backwards = self._backwards, self._backwards + 1
+        return self._op(OpKind.BACKWARD, microbatch, self.rule.backward_version(microbatch))
 
     def _update(self) -> Op:
         self._updates += 1
         microbatch = self._updates * self.rule.microbatches_per_update - 1
-        batch = microbatch // self.num_microbatches
-        return Op(OpKind.UPDATE, self.stage, microbatch, batch, self._updates)
+        return self._op(OpKind.UPDATE, microbatch, self._updates)
+
+    def _op(self, kind: OpKind, microbatch: int, version: int) -> Op:
+        return Op(kind, self.stage, microbatch, microbatch // self.num_microbatches, version)
