@@ -30,16 +30,16 @@ def test_a_short_config_gets_the_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path))
     assert config.parallel.schedule == "2bw"
     assert (config.parallel.pp, config.parallel.num_microbatches) == (2, 4)
-    assert config.model.gpt() == GPT_SIZES["gpt-tiny"]
+    assert config.model.size() == GPT_SIZES["gpt-tiny"]
     assert config.data.paths == ()
     assert config.run_folder == Path("runs/first")  # named after the file
 
 
 def test_a_model_value_overrides_that_of_its_named_size(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, model={"num_layers": 7, "dropout": 0.5}))
-    assert config.model.gpt().num_layers == 7
-    assert config.model.gpt().dropout == 0.5
-    assert config.model.gpt().width == GPT_SIZES["gpt-tiny"].width
+    assert config.model.size().num_layers == 7
+    assert config.model.size().dropout == 0.5
+    assert config.model.size().width == GPT_SIZES["gpt-tiny"].width
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_every_schedule_is_allowed(tmp_path: Path, schedule: str) -> None:
 
 @pytest.mark.parametrize("name", GPT_SIZES)
 def test_every_model_is_allowed(tmp_path: Path, name: str) -> None:
-    assert load_config(write(tmp_path), {"model.name": name}).model.gpt() == GPT_SIZES[name]
+    assert load_config(write(tmp_path), {"model.name": name}).model.size() == GPT_SIZES[name]
 
 
 @pytest.mark.parametrize(

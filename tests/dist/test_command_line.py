@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.dist.commands import Ended, batches_of, started, wait_until
 from twobw.cli import main
 from twobw.config import read_resolved_config
-from twobw.models.gpt import gpt
+from twobw.models.whole import whole_model
 
 ENDLESS = ("--training.num_batches", "1000000", "--training.log_every", "1000000")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -46,7 +46,7 @@ def check_run(run: Path, num_batches: int) -> None:
     assert summary["train_loss_end"] == rows[-1]["loss"]
     assert summary["sample"].startswith("def ")
     weights = load_file(run / "weights.safetensors")
-    expected = gpt(read_resolved_config(run / "config.toml").model.gpt()).state_dict()
+    expected = whole_model(read_resolved_config(run / "config.toml").model.size()).state_dict()
     assert {name: w.shape for name, w in weights.items()} == {
         name: w.shape for name, w in expected.items()
     }

@@ -106,7 +106,7 @@ def test_validation_is_of_the_weights_that_were_kept(ended_run: tuple[Path, Ende
     assert summary["validation_loss_best"] == best["validation_loss"]
     assert summary["best_num_batches"] == best["num_batches"]
     assert f"best      {Path('runs/tiny/best.safetensors')}" in ended.out
-    config = read_resolved_config(run / "config.toml").model.gpt()
+    config = read_resolved_config(run / "config.toml").model.size()
     for file, row in [("weights.safetensors", rows[-1]), ("best.safetensors", best)]:
         loss = validation_loss(run, load_weights(config, run / file).eval())
         assert loss == pytest.approx(row["validation_loss"], abs=0.02)
@@ -158,7 +158,7 @@ def test_two_replicas_are_plain_training(tmp_path: Path) -> None:
         assert command.wait().code == 0
     run = tmp_path / "runs/tiny"
     config = read_resolved_config(run / "config.toml")
-    model = nn.Sequential(*build_layers(gpt_layers(config.model.gpt()), 0, config.training.seed))
+    model = nn.Sequential(*build_layers(gpt_layers(config.model.size()), 0, config.training.seed))
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
@@ -176,5 +176,5 @@ def test_two_replicas_are_plain_training(tmp_path: Path) -> None:
         optimizer.zero_grad()
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-4)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
-    trained = load_weights(config.model.gpt(), run / "weights.safetensors")
+    trained = load_weights(config.model.size(), run / "weights.safetensors")
     torch.testing.assert_close(trained.state_dict(), model.state_dict(), rtol=1e-3, atol=1e-5)

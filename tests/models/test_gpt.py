@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from twobw.models.gpt import gpt, gpt_layers, loss_fn, num_parameters
+from twobw.models.gpt import gpt_layers, loss_fn
 from twobw.models.sizes import GPT_SIZES, GPTConfig, gpt_config
+from twobw.models.whole import num_parameters, whole_model
 
 TINY = GPT_SIZES["gpt-tiny"]
 
@@ -69,14 +70,14 @@ def test_every_split_starts_from_the_same_weights() -> None:
 
 
 def test_blocks_do_not_share_weights() -> None:
-    _, first, second, _ = gpt(TINY)
+    _, first, second, _ = whole_model(TINY)
     assert not torch.equal(first.mlp[0].weight, second.mlp[0].weight)
 
 
 def test_the_weights_start_as_gpt2s() -> None:
     torch.manual_seed(0)
     config = gpt_config("gpt-demo", num_layers=8)
-    embedding, block, *_, head = gpt(config)
+    embedding, block, *_, head = whole_model(config)
     residual = 0.02 / math.sqrt(2 * 8)
     for weight, std in [
         (embedding.token.weight, 0.02),
@@ -93,14 +94,14 @@ def test_the_weights_start_as_gpt2s() -> None:
 
 def test_a_new_model_knows_nothing() -> None:
     torch.manual_seed(0)
-    loss = loss_fn(gpt(TINY)(tokens(4, 32)), tokens(4, 32, seed=1))
+    loss = loss_fn(whole_model(TINY)(tokens(4, 32)), tokens(4, 32, seed=1))
     assert loss.item() == pytest.approx(math.log(TINY.vocab_size), abs=0.1)
 
 
 @pytest.mark.parametrize("changed", [0, 1, 5, 11])
 def test_a_token_changes_nothing_before_it(changed: int) -> None:
     torch.manual_seed(0)
-    model = gpt(TINY)
+    model = whole_model(TINY)
     before = tokens(2, 12)
     after = before.clone()
     after[:, changed] = (after[:, changed] + 1) % TINY.vocab_size
@@ -112,7 +113,7 @@ def test_a_token_changes_nothing_before_it(changed: int) -> None:
 
 def test_the_order_of_the_tokens_matters() -> None:
     torch.manual_seed(0)
-    model = gpt(TINY)
+    model = whole_model(TINY)
     sample = tokens(1, 8)
     swapped = sample[:, [1, 0, *range(2, 8)]]
     assert not torch.allclose(model(sample)[:, -1], model(swapped)[:, -1], atol=1e-6)
@@ -120,14 +121,14 @@ def test_the_order_of_the_tokens_matters() -> None:
 
 def test_samples_of_a_batch_do_not_see_each_other() -> None:
     torch.manual_seed(0)
-    model = gpt(TINY)
+    model = whole_model(TINY)
     batch = tokens(3, 8)
     torch.testing.assert_close(model(batch)[1:2], model(batch[1:2]))
 
 
 def test_attention_is_softmax_of_scaled_products() -> None:
     torch.manual_seed(0)
-    attention = gpt(TINY)[1].attention
+    attention = whole_model(TINY)[1].attention
     hidden = torch.randn(2, 5, TINY.width)
     heads, per_head = TINY.num_heads, TINY.width // TINY.num_heads
     query, key, value = (
@@ -153,7 +154,7 @@ def test_the_loss_is_the_mean_over_tokens() -> None:
 
 def test_dropout_is_for_training_only() -> None:
     torch.manual_seed(0)
-    model = gpt(gpt_config("gpt-tiny", dropout=0.5))
+    model = whole_model(gpt_config("gpt-tiny", dropout=0.5))
     sample = tokens(1, 8)
     assert not torch.equal(model(sample), model(sample))
     model.eval()
@@ -161,11 +162,11 @@ def test_dropout_is_for_training_only() -> None:
 
 
 def test_logits_are_fp32_in_a_16_bit_model() -> None:
-    assert gpt(TINY).bfloat16()(tokens(1, 4)).dtype is torch.float32
+    assert whole_model(TINY).bfloat16()(tokens(1, 4)).dtype is torch.float32
 
 
 def test_every_parameter_gets_a_gradient() -> None:
-    model = gpt(TINY)
+    model = whole_model(TINY)
     loss_fn(model(tokens(2, 32)), tokens(2, 32, seed=1)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -174,7 +175,7 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 def test_too_long_a_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="33 tokens a sample; sequence_length allows 32"):
-        gpt(TINY)(tokens(1, 33))
+        whole_model(TINY)(tokens(1, 33))
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import twobw
-from twobw.models.gpt import (
-    Attention,
-    flops_per_token,
-    gpt,
-    gpt_layers,
-    gpt_with,
-    loss_fn,
-    num_parameters,
-)
+from twobw.models.gpt import gpt_layers, loss_fn
 from twobw.models.sizes import GPT_SIZES
+from twobw.models.transformer import Attention
+from twobw.models.whole import flops_per_token, model_with, num_parameters, whole_model
 from twobw.runtime.layers import build_layers, find_ties
 from twobw.runtime.randomness import build_layer
 
@@ -99,14 +93,14 @@ def test_the_split_does_not_change_what_is_learned(pp: int) -> None:
 
 
 def test_a_model_from_weights_is_tied_and_shares_their_memory() -> None:
-    state = gpt(TIED).state_dict()
-    model = gpt_with(TIED, state)
+    state = whole_model(TIED).state_dict()
+    model = model_with(TIED, state)
     assert model[-1].logits.weight is model[0].token.weight
     assert model[0].token.weight.data_ptr() == state["0.token.weight"].data_ptr()
 
 
 def test_attention_is_marked_for_recompute() -> None:
-    marked = [m for m in gpt(TINY).modules() if getattr(m, "is_attention", False)]
+    marked = [m for m in whole_model(TINY).modules() if getattr(m, "is_attention", False)]
     assert [type(module) for module in marked] == [Attention] * 2
 
 

@@ -8,8 +8,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from twobw.config import OptimizerSettings
-from twobw.models.gpt import gpt
 from twobw.models.sizes import GPT_SIZES
+from twobw.models.whole import whole_model
 from twobw.training.optimizer import lr_at, make_lr_scheduler, make_optimizer
 
 
@@ -24,7 +24,7 @@ def named(**shapes: tuple[int, ...]) -> list[tuple[str, Parameter]]:
 def gpt_parameters(*, tied: bool = False) -> list[tuple[str, Parameter]]:
     config = GPT_SIZES["gpt-tiny"]
     with torch.device("meta"):
-        model = gpt(config if not tied else type(config)(2, 32, 2, 32, 256, tied=True))
+        model = whole_model(config if not tied else type(config)(2, 32, 2, 32, 256, tied=True))
     return list(model.named_parameters())
 
 

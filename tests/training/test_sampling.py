@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from twobw.config import load_config, write_resolved_config
-from twobw.models.gpt import gpt
 from twobw.models.sizes import GPT_SIZES
+from twobw.models.whole import whole_model
 from twobw.training.run_folder import CONFIG, WEIGHTS
 from twobw.training.sampling import RunError, generate, load_run, sample_run
 
@@ -124,7 +124,7 @@ def test_a_model_that_diverged_is_refused() -> None:
 def test_a_run_writes_what_its_weights_say(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     torch.manual_seed(1)
-    model = gpt(GPT_SIZES["gpt-tiny"])
+    model = whole_model(GPT_SIZES["gpt-tiny"])
     save_file(model.state_dict(), run / WEIGHTS)
     loaded, sequence_length = load_run(run)
     assert sequence_length == 32

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
-from twobw.models.gpt import gpt
 from twobw.models.sizes import GPT_SIZES
+from twobw.models.whole import whole_model
 from twobw.training.weights import load_weights, save_weights
 
 TINY = GPT_SIZES["gpt-tiny"]
@@ -18,7 +18,7 @@ TIED = replace(TINY, tied=True)
 @pytest.mark.parametrize("config", [TINY, TIED])
 def test_what_was_saved_comes_back(config, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model = gpt(config)
+    model = whole_model(config)
     path = tmp_path / "weights"
     save_weights(model.state_dict(), config, path)
     loaded = load_weights(config, path)
@@ -27,7 +27,7 @@ def test_what_was_saved_comes_back(config, tmp_path: Path) -> None:
 
 
 def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
-    state = gpt(TIED).state_dict()
+    state = whole_model(TIED).state_dict()
     state = {name: tensor.clone() for name, tensor in state.items()}  # as one stage gives them
     save_weights(state, TIED, tmp_path / "weights")
     assert set(state) - set(load_file(tmp_path / "weights")) == {"3.logits.weight"}
@@ -35,13 +35,13 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
 
 def test_safetensors_own_loader_reads_the_file(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    model, other = gpt(TIED), gpt(TIED)
+    model, other = whole_model(TIED), whole_model(TIED)
     save_weights(model.state_dict(), TIED, tmp_path / "weights")
     assert load_model(other, tmp_path / "weights") == (set(), [])
     torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_weights_of_a_tied_model_do_not_fit_one_that_is_not(tmp_path: Path) -> None:
-    save_weights(gpt(TIED).state_dict(), TIED, tmp_path / "weights")
+    save_weights(whole_model(TIED).state_dict(), TIED, tmp_path / "weights")
     with pytest.raises(RuntimeError, match=r"Missing key.*3\.logits\.weight"):
         load_weights(TINY, tmp_path / "weights")

@@ -26,7 +26,7 @@ def disagreements(
     if parallel:
         yield from _schedule_problems(parallel)
     if parallel and model:
-        yield from _split_problems(parallel, model.gpt().list_length)
+        yield from _split_problems(parallel, model.size().list_length)
     if parallel and training:
         yield from _batch_problems(parallel, training)
         yield from _precision_problems(parallel, training)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twobw.core.generators import SCHEDULES
-from twobw.models.sizes import GPT_SIZES, GPTConfig
+from twobw.models.sizes import MODEL_SIZES, BertConfig, GPTConfig
 
 
 def nearest(name: str, allowed: Iterable[str]) -> list[str]:
@@ -57,6 +57,8 @@ def _check_folder_name(value: str) -> str:
     return value
 
 
+_BYTES_AND_MASK = 257
+
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -70,12 +72,13 @@ class Section(BaseModel):
 
 
 class ModelSettings(Section):
-    """``[model]``: a size by name; each of its values may be set on its own.
+    """``[model]``: a size by name, of a GPT or a BERT; each of its values may be set on its own.
 
-    ``tied``: embedding and head share the token matrix.
+    ``tied``: embedding and head share the token matrix. ``num_classes``: a BERT that tells so many
+    classes of samples apart; 0: it guesses masked bytes.
     """
 
-    name: Annotated[str, _choice(*GPT_SIZES)]
+    name: Annotated[str, _choice(*MODEL_SIZES)]
     num_layers: Size
     width: Size
     num_heads: Size
@@ -83,6 +86,7 @@ class ModelSettings(Section):
     vocab_size: Annotated[int, Field(ge=256)]  # a byte is a token
     dropout: Decay
     tied: bool
+    num_classes: Count = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -90,17 +94,28 @@ class ModelSettings(Section):
         if not isinstance(data, dict):
             return data
         name = str(data.get("name"))
-        any_size = next(iter(GPT_SIZES.values()))  # for a wrong name, which is reported on its own
-        return asdict(GPT_SIZES.get(name, any_size)) | data
+        any_size = next(iter(MODEL_SIZES.values()))  # for a wrong name, reported on its own
+        return asdict(MODEL_SIZES.get(name, any_size)) | data
 
     @model_validator(mode="after")
-    def _is_a_gpt(self) -> ModelSettings:
-        self.gpt()
+    def _can_be(self) -> ModelSettings:
+        if not isinstance(self.size(), BertConfig) and self.num_classes:
+            raise ValueError(
+                f"num_classes is {self.num_classes}, but {self.name} is not a BERT; leave it out"
+            )
+        if isinstance(self.size(), BertConfig) and self.vocab_size < _BYTES_AND_MASK:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}; a BERT's must be at least {_BYTES_AND_MASK}: "
+                "the bytes and the mask"
+            )
         return self
 
-    def gpt(self) -> GPTConfig:
+    def size(self) -> GPTConfig | BertConfig:
         """The size as the model takes it."""
-        return GPTConfig(**self.model_dump(exclude={"name"}))
+        values = self.model_dump(include={field.name for field in fields(GPTConfig)})
+        if isinstance(MODEL_SIZES[self.name], BertConfig):
+            return BertConfig(**values, num_classes=self.num_classes)
+        return GPTConfig(**values)
 
 
 class DataSettings(Section):

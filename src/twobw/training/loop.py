@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 
 from twobw import Pipeline
 from twobw.config import Config
-from twobw.models.gpt import gpt_layers, loss_fn
+from twobw.models.whole import model_layers, model_loss
 from twobw.runtime.randomness import build_layer
 from twobw.runtime.results import StepResult
 from twobw.training.data import TextData
@@ -58,8 +58,8 @@ def make_pipeline(config: Config) -> Pipeline:
     """The pipeline that the config describes, over the process group's ranks."""
     parallel, training = config.parallel, config.training
     return Pipeline(
-        gpt_layers(config.model.gpt(), partial(build_layer, training.seed)),
-        loss_fn,
+        model_layers(config.model.size(), partial(build_layer, training.seed)),
+        model_loss(config.model.size()),
         make_optimizer(config.optimizer),
         schedule=parallel.schedule,
         num_microbatches=parallel.num_microbatches,

@@ -16,7 +16,7 @@ from torch import Tensor
 import twobw
 from twobw.config import Config
 from twobw.core.timeline import Timeline
-from twobw.models.gpt import flops_per_token, gpt_with, num_parameters
+from twobw.models.whole import flops_per_token, model_with, num_parameters
 from twobw.reports.perfetto import chrome_trace
 from twobw.runtime.results import StepResult
 from twobw.training.data import TextData
@@ -105,7 +105,7 @@ class RunReport:
         self._metrics = metrics
         self._progress = progress
         self._board = board
-        self._flops_per_token = flops_per_token(config.model.gpt())
+        self._flops_per_token = flops_per_token(config.model.size())
         self._peak_flops = peak_flops(own_device())
         self._num_batches = 0
         self._loss = math.nan
@@ -117,7 +117,7 @@ class RunReport:
         self._split = split
         replicas = f" x {parallel.dp} replicas" if parallel.dp > 1 else ""
         self._progress.note(
-            f"{config.model.name}: {num_parameters(config.model.gpt()):,} parameters in "
+            f"{config.model.name}: {num_parameters(config.model.size()):,} parameters in "
             f"{parallel.pp} stages of {split} layers{replicas}; {parallel.schedule}, "
             f"{parallel.num_microbatches} microbatches, {config.training.precision}"
         )
@@ -183,11 +183,11 @@ class RunReport:
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
         """Keep the weights that were just validated: they are the best so far."""
-        save_weights(weights, self._config.model.gpt(), self._folder / BEST_WEIGHTS)
+        save_weights(weights, self._config.model.size(), self._folder / BEST_WEIGHTS)
 
     def finish(self, outcome: Outcome) -> None:
         """Write the results, the summary last, and say what came of the run."""
-        save_weights(outcome.weights, self._config.model.gpt(), self._folder / WEIGHTS)
+        save_weights(outcome.weights, self._config.model.size(), self._folder / WEIGHTS)
         write_json(self._folder / TIMELINE, chrome_trace(outcome.timeline), indent=None)
         summary = self._summary(outcome)
         write_json(self._folder / SUMMARY, asdict(summary))
@@ -223,8 +223,8 @@ class RunReport:
 
     def _sample(self, weights: dict[str, Tensor]) -> str:
         """What the model goes on with after `PROMPT`; nothing if its training has diverged."""
-        size = self._config.model.gpt()
-        model = gpt_with(size, weights)
+        size = self._config.model.size()
+        model = model_with(size, weights)
         try:
             text = generate(
                 model, PROMPT.encode(), _SAMPLE_TOKENS, sequence_length=size.sequence_length

@@ -61,7 +61,7 @@ def load_run(folder: Path) -> tuple[nn.Sequential, int]:
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise RunError(f"{folder} has no {WEIGHTS} yet: a run saves its weights when it ends")
-    config = read_resolved_config(folder / CONFIG).model.gpt()
+    config = read_resolved_config(folder / CONFIG).model.size()
     try:
         return load_weights(config, weights), config.sequence_length
     except (OSError, SafetensorError) as error:
