@@ -8,7 +8,7 @@ from twobw.runtime.weights import VersionedWeights
 def add_one(weights: VersionedWeights) -> None:
     """An update that adds 1 to every weight."""
 
-    def step() -> None:
+    def step(places) -> None:
         with torch.no_grad():
             for _, parameter in weights.optimizer_parameters():
                 parameter.add_(1)
@@ -102,7 +102,7 @@ def test_gradients_accumulate_in_place_across_versions() -> None:
     for version, value in ((0, 2.0), (1, 3.0)):
         weights.install(version)
         output = layer(torch.tensor([value]))
-        with weights.accumulate(version, gradients):
+        with weights.accumulate(gradients):
             output.backward()
         assert layer.weight.grad is None
     assert gradients == [torch.tensor([[5.0]])]

@@ -113,7 +113,7 @@ class Executor:
     def _forward(self, op: Op) -> None:
         batch = self.batches[op.batch]
         place = op.microbatch % len(batch.sizes)
-        self._weights.install(op.version)
+        self._install(op)
         output = self._stage.forward(
             op.microbatch,
             batch=batch.header.batch,
@@ -133,6 +133,10 @@ class Executor:
         if message.wanting:
             self._awaits_gradient.add(op.microbatch)
             self._transport.expect(self._mesh.stage + 1, Channel.GRADIENT, batch.key(place))
+
+    def _install(self, op: Op) -> None:
+        # the update that takes batch k's gradient is applied to version k
+        self._weights.install(op.version, is_stale=op.version < op.batch)
 
     def _input(self, batch: Batch, microbatch: int, place: int) -> Value | Message:
         if batch.inputs is None:
@@ -201,7 +205,8 @@ class Executor:
         if op.microbatch in self._awaits_gradient:
             self._awaits_gradient.remove(op.microbatch)
             gradients = self._received.pop((Channel.GRADIENT, op.microbatch)).tensors
-        with self._weights.accumulate(op.version, self._gradients[made]):
+        self._install(op)
+        with self._weights.accumulate(self._gradients[made]):
             input_gradients = self._stage.backward(op.microbatch, gradients)
         if input_gradients:
             self._to_send[Channel.GRADIENT, op.microbatch] = Message.of(input_gradients)
@@ -239,7 +244,7 @@ class Executor:
         batch = self.batches[op.batch]
         reduced = self._reductions.pop(op.version).result()
         if reduced.has_overflowed:
-            self._weights.update([None] * len(reduced.gradients), lambda: None)
+            self._weights.update([None] * len(reduced.gradients), lambda _: None)
         else:
             self._weights.update(reduced.gradients, self._optimization.step)
         batch.grad_norm, batch.is_skipped = reduced.norm, reduced.has_overflowed

@@ -41,6 +41,7 @@ class Optimization:
         shards: Collective | None = None,
     ) -> None:
         self._shards = shards
+        self._parameters = parameters
         self._shares = [parameters]
         if shards is not None:
             self._shares = share_out(parameters, shards.size)
@@ -62,13 +63,15 @@ class Optimization:
                 )
         self.schedulers = [make_scheduler(o) for o in self.optimizers] if make_scheduler else []
 
-    def step(self) -> None:
-        """Make the optimizers change the parameters in place."""
+    def step(self, places: Sequence[int]) -> None:
+        """Make the optimizers change in place the parameters of these places, which are those
+        that have a gradient now."""
         for optimizer in self.optimizers:
             optimizer.step()
         if self._shards is not None and self._shards.size > 1:
+            changed = {self._parameters[place][1] for place in places}
             for owner, share in enumerate(self._shares):
-                self._send_share(owner, [parameter.data for _, parameter in share])
+                self._send_share(owner, [p.data for _, p in share if p in changed])
 
     def end_batch(self) -> None:
         """Move on to the next batch's learning rate. Each rank does so after its own update of a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
@@ -50,7 +51,8 @@ class Pipeline:
         loss_fn: ``loss_fn(output, target)`` -> mean over the microbatch, or ``(sum, weight)``.
         optimizer: from this rank's ``(name, parameter)`` pairs to one torch.optim optimizer or a
             list; not called where nothing trains.
-        schedule: ``"2bw"``, ``"1f1b"``, ``"gpipe"``, ``"weight-stashing"`` or ``"no-pipeline"``.
+        schedule: ``"2bw"``, ``"2bw-fresh"``, ``"paci"``, ``"1f1b"``, ``"gpipe"``,
+            ``"weight-stashing"`` or ``"no-pipeline"``.
         num_microbatches: of a batch.
         split: layers of each stage; ``None`` balances by number of parameters.
         pp: number of stages; ``None``: the size of the process group.
@@ -58,7 +60,18 @@ class Pipeline:
             DistributedDataParallel; where the stages are threads, the whole batch.
         seed: of built layers and of dropout.
         lr_scheduler: from an optimizer to its torch.optim.lr_scheduler, stepped once a batch.
-        extra_in_flight: for ``"2bw"``: how far stages run ahead to hide slow links.
+        extra_in_flight: for ``"2bw"`` and ``"2bw-fresh"``: how far stages run ahead to hide slow
+            links.
+        update_lag: for ``"2bw-fresh"``: microbatch slots that what must be reduced has to arrive;
+            as many more microbatches run on the older version. ``None``: 0 where nothing is to be
+            reduced, else as few as hide the reductions, measured over the first batches, which
+            are then flushed (`flush_batches`, or 8); a run that is to be repeated to the bit
+            states it.
+        lookahead: ``a``: gradients that are one version old are taken at the extrapolated weights
+            ``W(v) + a (W(v) - W(v-1))``, nearer to where they will be applied (SpecTrain, Chen et
+            al., 2018). In fp32 for one more copy of the weights.
+        flush_batches: the first so many batches run by ``"1f1b"``; the schedule's version rule
+            counts from there.
         precision: ``"fp32"`` leaves dtypes as they are; ``"bf16"`` and ``"fp16"`` keep fp32 main
             weights and gradients, and compute on a 16-bit copy (fp16 with dynamic loss scaling).
         recompute: ``"none"``, or what is run again for the backward instead of being kept: each
@@ -89,6 +102,9 @@ class Pipeline:
         seed: int = 0,
         lr_scheduler: SchedulerFactory | None = None,
         extra_in_flight: int = 0,
+        update_lag: int | None = None,
+        lookahead: float = 0.0,
+        flush_batches: int = 0,
         precision: str = "fp32",
         recompute: str = "none",
         max_grad_norm: float | None = None,
@@ -99,7 +115,8 @@ class Pipeline:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.num_stages = _num_stages(pp, dp, dist.get_world_size() if is_distributed else None)
         self._precision = precision
-        self._schedule = self._checked(schedule, num_microbatches, extra_in_flight)
+        self._lookahead = _at_least_0("lookahead", lookahead)
+        self._schedule = self._checked(schedule, num_microbatches, extra_in_flight, update_lag)
         self.split = choose_split(layers, split, self.num_stages)
         ties = find_ties(layers, self.split)
         tie_sets = list(dict.fromkeys(frozenset(tie.name_on) for tie in ties))
@@ -119,6 +136,11 @@ class Pipeline:
             max_grad_norm,
             shard_optimizer,
             overlap_reduce,
+            lookahead,
+            int(_at_least_0("flush_batches", flush_batches)),
+            reduces=dp > 1
+            or bool(ties)
+            or (self.num_stages > 1 and (max_grad_norm is not None or precision == "fp16")),
         )
         lock = Lock() if len(meshes) > 1 else None
         firsts = [sum(self.split[: mesh.stage]) for mesh in meshes]
@@ -176,6 +198,12 @@ class Pipeline:
         """Name of the schedule."""
         return self._schedule.name
 
+    @property
+    def update_lag(self) -> int | None:
+        """The update lag in force, given or measured; ``None`` while the schedule in force has
+        none."""
+        return self._ranks[0].update_lag
+
     def train_step(self, inputs: Value | None, targets: Value | None) -> StepResult:
         """Train on one batch: run this rank's ops up to its last forward of the batch.
 
@@ -203,7 +231,12 @@ class Pipeline:
         self._ranks[0].request_stop()
 
     def set_schedule(
-        self, schedule: str, num_microbatches: int | None = None, *, extra_in_flight: int = 0
+        self,
+        schedule: str,
+        num_microbatches: int | None = None,
+        *,
+        extra_in_flight: int = 0,
+        update_lag: int | None = None,
     ) -> None:
         """Go on with another schedule, whose version rule counts from the next batch.
 
@@ -213,12 +246,13 @@ class Pipeline:
             schedule: as for `Pipeline`.
             num_microbatches: ``None``: as before.
             extra_in_flight: as for `Pipeline`.
+            update_lag: as for `Pipeline`; measured over the batches that have run.
 
         Raises:
             ValueError: as for `Pipeline`; the old schedule then stays.
         """
         count = num_microbatches or self._schedule.num_microbatches
-        choice = self._checked(schedule, count, extra_in_flight)
+        choice = self._checked(schedule, count, extra_in_flight, update_lag)
         self._call(lambda rank: rank.set_schedule(choice))
         self._schedule = choice
 
@@ -291,10 +325,14 @@ class Pipeline:
     ) -> None:
         self.close()
 
-    def _checked(self, name: str, num_microbatches: int, extra_in_flight: int) -> ScheduleChoice:
+    def _checked(
+        self, name: str, num_microbatches: int, extra_in_flight: int, update_lag: int | None
+    ) -> ScheduleChoice:
         options = {"extra_in_flight": extra_in_flight} if extra_in_flight else {}
+        if update_lag is not None:
+            options["update_lag"] = update_lag
         choice = ScheduleChoice(name, num_microbatches, options)
-        check_schedule(choice, self.num_stages)
+        check_schedule(choice, self.num_stages, self._lookahead)
         if name == "weight-stashing" and self._precision == "fp16":
             raise ValueError(
                 "precision = 'fp16' does not go with schedule = 'weight-stashing': its updates "
@@ -382,6 +420,12 @@ def _split(value: Value | None, num_parts: int) -> list[Value | None]:
     tensors = value if isinstance(value, tuple) else (value,)
     (size,) = {tensor.shape[0] for tensor in tensors if tensor is not None}
     return [*split(value, split_sizes(size, num_parts))]
+
+
+def _at_least_0(name: str, value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} = {value}; it must be at least 0")
+    return value
 
 
 def _num_stages(pp: int | None, dp: int, world_size: int | None) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,7 @@ from twobw.runtime.weights import VersionedWeights
 _LOSS_LENGTH = 2  # of what Batch.sum_up gives
 _METRICS_LENGTH = 3
 _KEPT_RESULTS = 3  # the numbers of the last results may still be on their way
+_MEASURED_BATCHES = 8  # flushed first, where the update lag is to be measured
 _EVALUATION = -1  # the number of an evaluation's batch among the executor's batches
 
 
@@ -59,6 +62,9 @@ class Settings:
     max_grad_norm: float | None
     shard_optimizer: bool
     overlap_reduce: bool
+    lookahead: float
+    flush_batches: int
+    reduces: bool  # whether the updates of some stage need other ranks
 
 
 class Rank:
@@ -99,7 +105,10 @@ class Rank:
         if dtype != torch.float32:
             cast_rest(layers, dtype)
         self._weights = VersionedWeights(
-            [(str(number), layer) for number, layer in enumerate(layers, first_layer)], 1, dtype
+            [(str(number), layer) for number, layer in enumerate(layers, first_layer)],
+            1,
+            dtype,
+            settings.lookahead,
         )
         self._reduction = Reduction(
             mesh.replicas,
@@ -131,17 +140,34 @@ class Rank:
         self._next_batch = 0
         self._stop_requested = False
         self._results: deque[StepResult] = deque()
+        self._to_come: ScheduleChoice | None = None
+        self._flush_batches = settings.flush_batches
+        if not self._flush_batches and schedule.wants_lag and self._hides_reductions:
+            self._flush_batches = _MEASURED_BATCHES
+        if self._flush_batches:
+            self._to_come = schedule
+            schedule = ScheduleChoice("1f1b", schedule.num_microbatches, {})
         self._start(schedule)
+
+    @property
+    def update_lag(self) -> int | None:
+        """See `Pipeline.update_lag`."""
+        return self._schedule.options.get("update_lag")
 
     def set_schedule(self, schedule: ScheduleChoice) -> None:
         """See `Pipeline.set_schedule`."""
         self.drain()
+        self._to_come = None
         self._start(schedule)
         self._recorder.forget()
 
     def _start(self, schedule: ScheduleChoice) -> None:
         """Begin a schedule at its own batch 0, version 0; nothing is in flight."""
         mesh = self.mesh
+        if schedule.wants_lag:
+            schedule = schedule.lagging(
+                self._measured_lag(schedule) if self._hides_reductions else 0
+            )
         defers = self._settings.overlap_reduce and self._reduction.needs_other_ranks
         options = schedule.deferred() if defers else schedule.options
         self._schedule = schedule
@@ -149,11 +175,16 @@ class Rank:
         self._program = stage_program(
             schedule.name, mesh.stage, mesh.pp, schedule.num_microbatches, **options
         )
-        self._weights.rebase(self._program.rule.num_versions)
+        self._weights.rebase(
+            self._program.rule.num_versions,
+            may_change_in_flight=self._program.rule.backward_on_newest,
+        )
         self._executor.microbatches_per_update = self._program.rule.microbatches_per_update
 
     def train_step(self, inputs: Value | None, targets: Value | None) -> StepResult:
         """See `Pipeline.train_step`."""
+        if self._to_come is not None and self._next_batch == self._flush_batches:
+            self.set_schedule(self._to_come)
         count = self._schedule.num_microbatches
         batch = self._begin(self._next_batch, inputs, targets, count, mode="train")
         self._executor.batches[self._next_batch - self._origin] = batch
@@ -253,6 +284,25 @@ class Rank:
     def close(self) -> None:
         """End the reduction's thread."""
         self._reduction.close()
+
+    @property
+    def _hides_reductions(self) -> bool:
+        return self._settings.overlap_reduce and self._settings.reduces
+
+    def _measured_lag(self, schedule: ScheduleChoice) -> int:
+        """How many microbatch slots the slowest rank's reductions take, by the batches that have
+        run; all slots there are, if none has."""
+        times: dict[OpKind, list[int]] = {kind: [] for kind in OpKind}
+        for span in self._recorder.spans():
+            times[span.op.kind].append(span.end_ns - span.start_ns)
+        reduce, forward, backward = (
+            median(times[kind]) if times[kind] else 0
+            for kind in (OpKind.REDUCE, OpKind.FORWARD, OpKind.BACKWARD)
+        )
+        slots = torch.tensor([math.ceil(reduce / (forward + backward)) if forward else math.inf])
+        for group in (self._reduction.stages, self._reduction.replicas):
+            group.all_reduce(slots, "max")
+        return int(min(slots.item(), schedule.num_microbatches))
 
     @property
     def _is_last_stage(self) -> bool:

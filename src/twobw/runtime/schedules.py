@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from twobw.core.checker import check, format_violations
-from twobw.core.generators import SCHEDULES, generate, options_of
+from twobw.core.generators import SCHEDULES, generate, options_of, stage_rule
 
 _CHECKED_BATCHES = 4
+_NEVER_DRAINING = ("2bw", "2bw-fresh", "paci")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +21,32 @@ class ScheduleChoice:
     options: dict[str, int]
 
     def deferred(self) -> dict[str, int]:
-        """The options that give reductions the time to arrive, where the schedule has any."""
-        can_defer = self.name in SCHEDULES and "defer_update" in options_of(self.name)
-        return {**self.options, "defer_update": True} if can_defer else self.options
+        """The options that give reductions all the time there is, where that changes nothing."""
+        return {**self.options, "defer_update": True} if self._has("defer_update") else self.options
+
+    @property
+    def wants_lag(self) -> bool:
+        """Whether the time that reductions have is to be chosen, since it changes versions."""
+        return self._has("update_lag") and "update_lag" not in self.options
+
+    def lagging(self, update_lag: int) -> ScheduleChoice:
+        """This, with reductions given ``update_lag`` microbatch slots."""
+        return replace(self, options={**self.options, "update_lag": update_lag})
+
+    def _has(self, option: str) -> bool:
+        return self.name in SCHEDULES and option in options_of(self.name)
 
 
-def check_schedule(choice: ScheduleChoice, num_stages: int) -> None:
+def check_schedule(choice: ScheduleChoice, num_stages: int, lookahead: float) -> None:
     """Refuse a schedule that the checker refuses; warn of one that wastes.
 
     Raises:
-        ValueError: an unknown name or option, sizes below 1, or violations, shown on the grid.
+        ValueError: an unknown name or option, sizes below 1, or violations, shown on the grid;
+            look-ahead where it has no meaning.
     """
     p, m = num_stages, choice.num_microbatches
-    for options in (choice.options, choice.deferred()):
+    most = choice.lagging(m).options if choice.wants_lag else choice.deferred()
+    for options in (choice.options, most):
         schedule = generate(choice.name, p, m, _CHECKED_BATCHES, **options)
         violations = check(schedule)
         if violations:
@@ -40,15 +54,34 @@ def check_schedule(choice: ScheduleChoice, num_stages: int) -> None:
                 f"schedule {choice.name!r} with {p} stages and {m} microbatches is illegal:\n"
                 f"{format_violations(schedule, violations)}"
             )
+    if lookahead:
+        _check_lookahead(choice, num_stages)
     if choice.name == "2bw" and p == 1:
         warnings.warn(
             "2bw with one stage keeps two weight versions and a gradient one batch old, and gains "
             "nothing; use schedule='1f1b'",
             stacklevel=4,
         )
-    elif choice.name == "2bw" and m < p - 1:
+    elif choice.name in _NEVER_DRAINING and m < p - 1:
         warnings.warn(
-            f"2bw with {m} microbatches on {p} stages runs at {m}/{p - 1} of full speed; "
-            f"use num_microbatches >= {p - 1}, better {p}",
+            f"{choice.name} with {m} microbatches on {p} stages runs at {m}/{p - 1} of full "
+            f"speed; use num_microbatches >= {p - 1}, better {p}",
             stacklevel=4,
         )
+
+
+def _check_lookahead(choice: ScheduleChoice, num_stages: int) -> None:
+    """Extrapolated weights stand for the next version: a gradient may be one version old, and a
+    backward must find the weights of its forward."""
+    m = choice.num_microbatches
+    for stage in range(num_stages):
+        rule = stage_rule(choice.name, stage, num_stages, m, **choice.options)
+        oldest = max(
+            microbatch // rule.microbatches_per_update - rule.version(microbatch)
+            for microbatch in range(_CHECKED_BATCHES * m)
+        )
+        if oldest > 1 or rule.backward_on_newest:
+            raise ValueError(
+                f"lookahead does not go with schedule = {choice.name!r}; it is for gradients that "
+                "are one version old, with a slot for that version ('2bw', '2bw-fresh')"
+            )

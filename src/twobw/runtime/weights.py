@@ -9,6 +9,11 @@ that a backward through a version already overwritten is an error rather than a 
 
 In mixed precision the slots hold the 16-bit compute copy, and the optimizer's Parameters own fp32
 main weights: an update changes those in place and then casts them into the slot that dies.
+
+With look-ahead the slots hold extrapolated weights ``C(v) = W(v) + a (W(v) - W(v-1))``, on which a
+gradient is taken that a newer version will get; the optimizer's Parameters own ``W`` itself. In
+fp32 the slot that dies keeps ``W(v-1)`` while they are stepped; in mixed precision they are
+stepped bucket by bucket, so that no more than a bucket's fp32 weights are kept.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from twobw.runtime.precision import computes_in_fp32
+from twobw.runtime.reduction import buckets
 
 
 @dataclass(slots=True)
@@ -42,6 +48,7 @@ class VersionedWeights:
         modules: ``(prefix, module)`` pairs; a parameter's name is ``prefix.name``.
         num_slots: how many versions live at once.
         dtype: what layers compute in; fp32 leaves every parameter's dtype as it is.
+        lookahead: ``a``; 0 for none. With one slot it has no effect.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class VersionedWeights:
         modules: Sequence[tuple[str, nn.Module]],
         num_slots: int,
         dtype: torch.dtype = torch.float32,
+        lookahead: float = 0.0,
     ) -> None:
         sites: dict[nn.Parameter, _Site] = {}
         for prefix, module in modules:
@@ -71,12 +79,14 @@ class VersionedWeights:
                     for parameter, site in sites.items()
                 ]
             ]
-            self._put_slot(0)
+            self._hook_into(self._slots[0])
         self._accumulated: list[Tensor | None] = []
+        self._lookahead = lookahead
+        self._unextrapolated: list[nn.Parameter] | None = None  # W(newest), where slots hold C
+        self._installed: list[nn.Parameter] = []
+        self._extrapolates = False
         self.newest = 0
-        self._installed = 0
-        self._hook_into(self._slots[0])
-        self._resize(num_slots)
+        self.rebase(num_slots)
 
     @property
     def num_slots(self) -> int:
@@ -90,13 +100,18 @@ class VersionedWeights:
     def master_of(self, parameter: Tensor) -> Tensor:
         """The newest weights of a parameter as it stands in the modules, in full precision; the
         parameter itself where it is not trained."""
-        for master, installed in zip(self._masters, self._slots[self._installed], strict=True):
+        for master, installed in zip(self._masters, self._installed, strict=True):
             if installed is parameter:
                 return master
         return parameter
 
-    def install(self, version: int) -> None:
+    def install(self, version: int, *, is_stale: bool = False) -> None:
         """Make the modules use ``version``; nothing is copied.
+
+        Args:
+            version: the newest or, of what the slots hold, an older one.
+            is_stale: whether the gradient will be applied to a newer version: with look-ahead,
+                the extrapolated weights are meant then.
 
         Raises:
             ValueError: the version is not held.
@@ -106,48 +121,92 @@ class VersionedWeights:
                 f"weight version {version} is not held: {self.num_slots} slots, "
                 f"newest version {self.newest}"
             )
-        slot = version % self.num_slots
-        if slot != self._installed:
-            self._put_slot(slot)
-            self._installed = slot
+        held = self._slots[version % self.num_slots]
+        if self._extrapolates and not is_stale:
+            held = self._newest_itself(version)
+        if held is not self._installed:
+            for places, parameter in zip(self._places, held, strict=True):
+                for module, name in places:
+                    _put(module, name, parameter)
+            self._installed = held
 
     @contextmanager
-    def accumulate(self, version: int, gradients: list[Tensor | None]) -> Iterator[None]:
-        """Install ``version``; while open, backwards add into ``gradients`` in place (one a
+    def accumulate(self, gradients: list[Tensor | None]) -> Iterator[None]:
+        """While open, backwards through what is installed add into ``gradients`` in place (one a
         parameter, in the order of `names`; ``None`` where there is none yet).
 
         In mixed precision ``gradients`` are fp32; each parameter's 16-bit gradient is added to
         them as soon as a backward has it, so that no more than one of these exists.
         """
-        self.install(version)
         if self.is_mixed:
             self._accumulated = gradients
             yield
             return
-        parameters = self._slots[self._installed]
+        parameters = self._installed
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         yield
         for index, parameter in enumerate(parameters):
             gradients[index], parameter.grad = parameter.grad, None
 
-    def update(self, gradients: Sequence[Tensor | None], step: Callable[[], None]) -> None:
-        """Make the next version: let ``step`` (the optimizers' steps) change the newest weights
-        in place, in the slot that dies."""
+    def update(
+        self, gradients: Sequence[Tensor | None], step: Callable[[Sequence[int]], None]
+    ) -> None:
+        """Make the next version, in the slot that dies.
+
+        Args:
+            gradients: one a parameter.
+            step: the optimizers' steps: changes in place the newest weights of the parameters
+                with these places, which are those with a gradient now.
+        """
         target = self._slots[(self.newest + 1) % self.num_slots]
-        if not self.is_mixed:
+        everything = range(len(target))
+        if self._extrapolates:
+            shapes = [master.shape for master in self._masters]
+            for bucket in buckets(everything, shapes) if self.is_mixed else [everything]:
+                self._step_and_extrapolate(bucket, target, gradients, step)
+        elif self.is_mixed:
+            self._step(everything, gradients, step)
+            for parameter, master in zip(target, self._masters, strict=True):
+                parameter.data.copy_(master.data)
+        else:
             self._move_masters(target)
-        for master, gradient in zip(self._masters, gradients, strict=True):
-            master.grad = gradient
-        step()
-        for master in self._masters:
-            master.grad = None
+            self._step(everything, gradients, step)
         if self.is_mixed:
-            with torch.no_grad():
-                for parameter, master in zip(target, self._masters, strict=True):
-                    parameter.data.copy_(master)
-        increment_version(target)
+            self._unextrapolated = None
+        if not self._may_change_in_flight:
+            increment_version([*target, *(self._unextrapolated or ())])
         self.newest += 1
+
+    def _step(
+        self,
+        places: Sequence[int],
+        gradients: Sequence[Tensor | None],
+        step: Callable[[Sequence[int]], None],
+    ) -> None:
+        for place in places:
+            self._masters[place].grad = gradients[place]
+        step(places)
+        for place in places:
+            self._masters[place].grad = None
+
+    def _step_and_extrapolate(
+        self,
+        places: Sequence[int],
+        target: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+        step: Callable[[Sequence[int]], None],
+    ) -> None:
+        masters = [self._masters[place].data for place in places]
+        if self.is_mixed:
+            before = [master.clone() for master in masters]
+        else:
+            before = [target[place].data.copy_(self._masters[place].data) for place in places]
+        self._step(places, gradients, step)
+        for place, old, new in zip(places, before, masters, strict=True):
+            old.mul_(-self._lookahead).add_(new, alpha=1 + self._lookahead)
+            if self.is_mixed:
+                target[place].data.copy_(old)
 
     def _move_masters(self, target: list[nn.Parameter]) -> None:
         """Copy the newest weights into the slot that dies and point the optimizer at it."""
@@ -156,13 +215,38 @@ class VersionedWeights:
                 parameter.data.copy_(master.data)
             master.data = parameter.data
 
-    def rebase(self, num_slots: int) -> None:
-        """Forget all versions but the newest, which becomes version 0 of ``num_slots``; nothing
-        may be in flight."""
+    def rebase(self, num_slots: int, *, may_change_in_flight: bool = False) -> None:
+        """Forget all versions but the newest, which becomes version 0; nothing may be in flight.
+
+        Args:
+            num_slots: how many versions live at once from now on.
+            may_change_in_flight: a backward may run on newer weights than its forward: autograd
+                is not told of updates.
+        """
         self.install(self.newest)
-        self._slots = [self._slots[self._installed]]
-        self._installed = self.newest = 0
-        self._resize(num_slots)
+        first = self._installed
+        self.newest = 0
+        self._may_change_in_flight = may_change_in_flight
+        self._extrapolates = self._lookahead != 0 and num_slots > 1
+        self._unextrapolated = None
+        if self._extrapolates and not self.is_mixed:  # the optimizer's Parameters own its storage
+            self._unextrapolated, first = first, self._like(first)
+            for parameter, master in zip(first, self._masters, strict=True):
+                parameter.data.copy_(master.data)
+        self._slots = [first, *(self._like(first) for _ in range(num_slots - 1))]
+
+    def _newest_itself(self, version: int) -> list[nn.Parameter]:
+        """Parameters for ``W(version)``, where the slots hold extrapolated weights. A 16-bit copy
+        is made when it is asked for, and goes with the next update."""
+        if version != self.newest:
+            raise ValueError(
+                f"weight version {version} is held extrapolated only; the newest is {self.newest}"
+            )
+        if self._unextrapolated is None:
+            self._unextrapolated = self._like(self._slots[0])
+            for parameter, master in zip(self._unextrapolated, self._masters, strict=True):
+                parameter.data.copy_(master.data)
+        return self._unextrapolated
 
     def _add_in_fp32(self, index: int, parameter: Tensor) -> None:
         """Called when a backward has the whole gradient of a parameter."""
@@ -171,21 +255,16 @@ class VersionedWeights:
         self._accumulated[index] = gradient.float() if total is None else total.add_(gradient)
         parameter.grad = None
 
-    def _put_slot(self, slot: int) -> None:
-        for places, parameter in zip(self._places, self._slots[slot], strict=True):
-            for module, name in places:
-                _put(module, name, parameter)
-
-    def _resize(self, num_slots: int) -> None:
-        first = self._slots[0]
-        for _ in range(num_slots - 1):
-            self._slots.append([nn.Parameter(torch.empty_like(parameter)) for parameter in first])
-            self._hook_into(self._slots[-1])
-
-    def _hook_into(self, slot: list[nn.Parameter]) -> None:
+    def _like(self, slot: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Another slot, not filled."""
+        other = [nn.Parameter(torch.empty_like(parameter)) for parameter in slot]
         if self.is_mixed:
-            for index, parameter in enumerate(slot):
-                parameter.register_post_accumulate_grad_hook(partial(self._add_in_fp32, index))
+            self._hook_into(other)
+        return other
+
+    def _hook_into(self, slot: Sequence[nn.Parameter]) -> None:
+        for index, parameter in enumerate(slot):
+            parameter.register_post_accumulate_grad_hook(partial(self._add_in_fp32, index))
 
 
 def _compute_copy(parameter: Tensor, site: _Site, dtype: torch.dtype) -> Tensor:
