@@ -12,6 +12,16 @@ from torch import Tensor, nn
 from twobw.runtime.randomness import seed_layer
 
 Batches = Sequence[tuple[Tensor, Tensor]]
+Delay = Callable[[int, int], int]
+"""(layer, microbatch's place in the batch) -> 0 or 1"""
+
+
+def stale_first(split: Sequence[int], m: int, extra: int = 0) -> Delay:
+    """The rule of 2bw-fresh: on stage s the first (p - 1 - s) + ``extra`` of a pipeline's m
+    microbatches are one batch old. Replicas have m each, one after another."""
+    p = len(split)
+    stage_of = [stage for stage, count in enumerate(split) for _ in range(count)]
+    return lambda layer, place: int(place % m < p - 1 - stage_of[layer] + extra)
 
 
 def run_model(model: nn.Sequential, x: Tensor, *, seed: int, batch: int, microbatch: int) -> Tensor:
@@ -29,19 +39,31 @@ def train(
     m: int,
     seed: int = 0,
     *,
-    delay: int,
+    delay: int | Delay,
     max_grad_norm: float | None = None,
     dtype: torch.dtype | None = None,
     norms: list[float] | None = None,
+    flush_batches: int = 0,
+    lookahead: float = 0.0,
+    backward_on_newest: bool = False,
+    dp: int = 1,
 ) -> list[float]:
-    """W(k+1) = W(k) - step(gradient of batch k at W(max(k - delay, 0))).
+    """W(k+1) = W(k) - step(gradient of batch k at W(k - delay)).
 
-    ``delay = 0`` is plain training, ``delay = 1`` the rule of 2BW. ``model`` holds the newest
-    weights; every version is kept beside it, and one copy of the model runs them all, so that
-    buffers are shared. With ``dtype``, that copy computes in it, and gradients are added in fp32;
-    fp16 scales the loss: by 65536, halved for batch k + 2 if batch k overflows, whose update is
-    left out. Returns the losses; the gradient norms go to ``norms``.
+    ``delay = 0`` is plain training, ``delay = 1`` the rule of 2BW; a function gives that of each
+    layer and microbatch. The first ``flush_batches`` have none, and no version is older than the
+    first after them. With ``lookahead`` a, delayed weights are W(v) + a (W(v) - W(v-1)), where
+    there is such a W(v-1). ``backward_on_newest``: between its forward and its backward, a
+    microbatch's weights become W(k). ``dp`` replicas have m / dp microbatches each, and each starts
+    its backwards from the mean over its own samples, which matters where fp16 overflows.
+
+    ``model`` holds the newest weights; every version is kept beside it, and one copy of the model
+    runs them all, so that buffers are shared. With ``dtype``, that copy computes in it, and
+    gradients are added in fp32; fp16 scales the loss: by 65536, halved for batch k + 2 if batch k
+    overflows, whose update is left out. Returns the losses; the gradient norms go to ``norms``.
     """
+    delay_of = delay if callable(delay) else lambda layer, microbatch: delay
+    layer_of = [int(name.split(".")[0]) for name, _ in model.named_parameters()]
     optimizer = make_optimizer(list(model.named_parameters()))
     runner = copy.deepcopy(model)
     if dtype is not None:
@@ -50,24 +72,32 @@ def train(
     scales = [65536.0] * (2 + len(data)) if dtype == torch.float16 else [1.0] * (2 + len(data))
     losses = []
     for k, (inputs, targets) in enumerate(data):
-        with torch.no_grad():
-            for parameter, value in zip(
-                runner.parameters(), versions[max(k - delay, 0)], strict=True
-            ):
-                parameter.copy_(value)
         gradients: list[Tensor | None] = [None for _ in runner.parameters()]
         total = 0.0
-        pieces = zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True)
+        pieces = list(zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True))
         for microbatch, (x, y) in enumerate(pieces):
+            for i, parameter in enumerate(runner.parameters()):
+                start = min(k, flush_batches)
+                v = max(k - delay_of(layer_of[i], microbatch), start)
+                value = versions[v][i]
+                if start < v < k and lookahead:
+                    value = torch.add(versions[v - 1][i] * -lookahead, value, alpha=1 + lookahead)
+                parameter.data.copy_(value)
             x = x if dtype is None else x.to(dtype)
             output = run_model(runner, x, seed=seed, batch=k, microbatch=microbatch)
             loss = loss_fn(output if dtype is None else output.float(), y)
             share = len(x) / len(inputs)
             total += loss.item() * share
-            (loss * share * scales[k]).backward()
+            if backward_on_newest:
+                for i, parameter in enumerate(runner.parameters()):
+                    parameter.data.copy_(versions[k][i])
+            first = microbatch // (m // dp) * (m // dp)
+            mates = sum(len(x) for x, _ in pieces[first : first + m // dp])
+            (loss * (len(x) / mates) * scales[k]).backward()
             for i, parameter in enumerate(runner.parameters()):
                 if parameter.grad is not None:
                     new = parameter.grad.to(model_dtype(model))
+                    new = new * (mates / len(inputs)) if dp > 1 else new
                     gradients[i] = new if gradients[i] is None else gradients[i] + new
                     parameter.grad = None
         losses.append(total)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.reference import train
+from tests.runtime.reference import stale_first, train
 from tests.runtime.test_features import DELAY, SEED, build, build_data, momentum, run
+from twobw.runtime.layers import choose_split
 
 FACTORS: dict[str, list[Any]] = {
-    "schedule": list(DELAY),
+    "schedule": [*DELAY, "2bw-fresh"],
     "layout": [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)],
     "recompute": ["none", "layer", "stage", "attention"],
     "tied": [False, True],
@@ -22,6 +23,8 @@ FACTORS: dict[str, list[Any]] = {
     "shard_optimizer": [False, True],
     "overlap_reduce": [True, False],
     "m": [1, 2, 3],
+    "lookahead": [0.0, 0.8],
+    "flush_batches": [0, 2],
 }
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,7 +59,7 @@ def test_every_pair_is_there() -> None:
         assert len(met) == len(FACTORS[a]) * len(FACTORS[b])
 
 
-@pytest.mark.filterwarnings("ignore:2bw with")
+@pytest.mark.filterwarnings("ignore:2bw with", "ignore:2bw.* microbatches on")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_equals_the_reference(case: dict[str, Any]) -> None:
     options = dict(case)
@@ -65,6 +68,10 @@ def test_equals_the_reference(case: dict[str, Any]) -> None:
     layers = [layer for i, layer in enumerate(build(tied=options.pop("tied"))) if i not in (1, 4)]
     model, data = nn.Sequential(*layers), build_data(num_samples=2 * m * dp + 1)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    delay: Any = DELAY.get(schedule)
+    if schedule == "2bw-fresh":
+        delay = stale_first(choose_split(layers, None, pp), m, extra=1)
+        options["update_lag"] = 1
     state, losses, norms = run(
         model, data, schedule, m=m, pp=pp, dp=dp, optimizer=momentum, **options
     )
@@ -76,7 +83,10 @@ def test_equals_the_reference(case: dict[str, Any]) -> None:
         data,
         m * dp,
         SEED,
-        delay=DELAY[schedule],
+        delay=delay,
+        dp=dp,
+        lookahead=case["lookahead"],
+        flush_batches=case["flush_batches"],
         max_grad_norm=case["max_grad_norm"],
         dtype=DTYPES[case["precision"]],
         norms=expected_norms,
