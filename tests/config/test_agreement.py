@@ -47,6 +47,22 @@ from twobw.runtime.stage import Recompute
             'precision = "fp16": does not go with parallel.schedule = "weight-stashing"',
         ),
         (
+            {"parallel": {"schedule": "2bw", "update_lag": 1}},
+            "parallel.update_lag = 1: schedule '2bw' does not know the option 'update_lag'",
+        ),
+        (
+            {"parallel": {"schedule": "paci", "lookahead": 0.5}},
+            "parallel.lookahead = 0.5: lookahead does not go with schedule = 'paci'",
+        ),
+        (
+            {"parallel": {"update_lag": "measure"}},
+            'parallel.update_lag = "measure": must be a whole number of at least 0, or "measured"',
+        ),
+        (
+            {"parallel": {"schedule": "2bw-fresh", "update_lag": -1}},
+            'parallel.update_lag = -1: must be a whole number of at least 0, or "measured"',
+        ),
+        (
             {"optimizer": {"decay": "wsd", "warmup_batches": 3, "decay_fraction": 0.6}},
             "warmup_batches = 3: too long for training.num_batches = 5, since the rate falls over "
             "the last 3",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from twobw.config.settings import (
+    DataSettings,
     ModelSettings,
     OptimizerSettings,
     ParallelSettings,
@@ -13,10 +14,12 @@ from twobw.config.settings import (
 )
 from twobw.config.toml_text import toml_text
 from twobw.core.generators import stage_rule
+from twobw.core.staleness import check_lookahead
 
 
 def disagreements(
     model: ModelSettings | None = None,
+    data: DataSettings | None = None,
     parallel: ParallelSettings | None = None,
     optimizer: OptimizerSettings | None = None,
     training: TrainingSettings | None = None,
@@ -25,6 +28,11 @@ def disagreements(
     """One line a problem; a section in error is left out."""
     if parallel:
         yield from _schedule_problems(parallel)
+    if data and model and data.samples_per_class and not model.num_classes:
+        yield (
+            f"data.samples_per_class = {data.samples_per_class}: needs model.num_classes, which "
+            "only a BERT may have"
+        )
     if parallel and model:
         yield from _split_problems(parallel, model.size().list_length)
     if parallel and training:
@@ -37,12 +45,21 @@ def disagreements(
 
 
 def _schedule_problems(parallel: ParallelSettings) -> Iterator[str]:
-    if parallel.extra_in_flight:
-        extra = {"extra_in_flight": parallel.extra_in_flight}
+    sizes = parallel.pp, parallel.num_microbatches
+    given = {"extra_in_flight": parallel.extra_in_flight} if parallel.extra_in_flight else {}
+    if isinstance(parallel.update_lag, int):
+        given["update_lag"] = parallel.update_lag
+    for name, value in given.items():
         try:
-            stage_rule(parallel.schedule, 0, parallel.pp, parallel.num_microbatches, **extra)
+            stage_rule(parallel.schedule, 0, *sizes, **{name: value})
         except ValueError as error:
-            yield f"parallel.extra_in_flight = {parallel.extra_in_flight}: {error}"
+            yield f"parallel.{name} = {value}: {error}"
+            return
+    if parallel.lookahead:
+        try:
+            check_lookahead(parallel.schedule, *sizes, **given)
+        except ValueError as error:
+            yield f"parallel.lookahead = {parallel.lookahead}: {error}"
 
 
 def _split_problems(parallel: ParallelSettings, num_layers: int) -> Iterator[str]:

@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -58,6 +59,14 @@ def _check_folder_name(value: str) -> str:
 
 
 _BYTES_AND_MASK = 257
+
+
+def _check_lag(value: object) -> int | str:
+    is_lag = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if is_lag or value == "measured":
+        return value  # type: ignore[return-value]
+    raise ValueError('must be a whole number of at least 0, or "measured"')
+
 
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -123,10 +132,13 @@ class DataSettings(Section):
 
     ``paths`` are files and folders, relative to the current folder; none means the source of
     Python's standard library. ``validation_fraction`` of the bytes is held back from training.
+    ``samples_per_class`` is for a model with classes, the folders directly below a path: so many
+    labelled snippets of each are trained on (0: all, as many of each).
     """
 
     paths: Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_one_path_as_list)] = ()
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    samples_per_class: Count = 0
 
 
 class ParallelSettings(Section):
@@ -135,6 +147,11 @@ class ParallelSettings(Section):
     ``split`` gives the layers of each stage (embedding and head count as one each); empty
     balances them by parameters. ``extra_in_flight`` is 2BW's: more microbatches in flight, to
     hide slow links.
+
+    ``update_lag``, in microbatches, is 2bw-fresh's: the time that what ranks reduce together has
+    to arrive, for as many more stale microbatches, or ``"measured"``. ``lookahead`` takes
+    stale gradients at weights extrapolated by so much of their last change (0: not), and
+    ``flush_batches`` runs the first so many batches by 1f1b.
 
     ``overlap_reduce`` hides what ranks must reduce together behind the next batch, for a second
     gradient buffer. ``shard_optimizer`` spreads optimizer state over the replicas (ZeRO stage 1);
@@ -147,6 +164,9 @@ class ParallelSettings(Section):
     schedule: Annotated[str, _choice(*SCHEDULES)] = "2bw"
     num_microbatches: Size = 4
     extra_in_flight: Count = 0
+    update_lag: Annotated[int | str, PlainValidator(_check_lag)] = "measured"
+    lookahead: Annotated[float, Field(ge=0.0)] = 0.0
+    flush_batches: Count = 0
     split: Annotated[tuple[Size, ...], Field(strict=False)] = ()
     overlap_reduce: bool = True
     shard_optimizer: bool = False

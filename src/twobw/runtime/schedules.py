@@ -6,7 +6,8 @@ import warnings
 from dataclasses import dataclass, replace
 
 from twobw.core.checker import check, format_violations
-from twobw.core.generators import SCHEDULES, generate, options_of, stage_rule
+from twobw.core.generators import SCHEDULES, generate, options_of
+from twobw.core.staleness import check_lookahead
 
 _CHECKED_BATCHES = 4
 _NEVER_DRAINING = ("2bw", "2bw-fresh", "paci")
@@ -55,7 +56,7 @@ def check_schedule(choice: ScheduleChoice, num_stages: int, lookahead: float) ->
                 f"{format_violations(schedule, violations)}"
             )
     if lookahead:
-        _check_lookahead(choice, num_stages)
+        check_lookahead(choice.name, p, m, **choice.options)
     if choice.name == "2bw" and p == 1:
         warnings.warn(
             "2bw with one stage keeps two weight versions and a gradient one batch old, and gains "
@@ -68,20 +69,3 @@ def check_schedule(choice: ScheduleChoice, num_stages: int, lookahead: float) ->
             f"speed; use num_microbatches >= {p - 1}, better {p}",
             stacklevel=4,
         )
-
-
-def _check_lookahead(choice: ScheduleChoice, num_stages: int) -> None:
-    """Extrapolated weights stand for the next version: a gradient may be one version old, and a
-    backward must find the weights of its forward."""
-    m = choice.num_microbatches
-    for stage in range(num_stages):
-        rule = stage_rule(choice.name, stage, num_stages, m, **choice.options)
-        oldest = max(
-            microbatch // rule.microbatches_per_update - rule.version(microbatch)
-            for microbatch in range(_CHECKED_BATCHES * m)
-        )
-        if oldest > 1 or rule.backward_on_newest:
-            raise ValueError(
-                f"lookahead does not go with schedule = {choice.name!r}; it is for gradients that "
-                "are one version old, with a slot for that version ('2bw', '2bw-fresh')"
-            )

@@ -18,12 +18,13 @@ from twobw.config import Config
 from twobw.models.whole import model_layers, model_loss
 from twobw.runtime.randomness import build_layer
 from twobw.runtime.results import StepResult
-from twobw.training.data import TextData
+from twobw.training.data import Samples
 from twobw.training.device import own_device
 from twobw.training.evaluation import Evaluation
 from twobw.training.optimizer import make_lr_scheduler, make_optimizer
 from twobw.training.placement import Placement
 from twobw.training.report import Outcome, RunReport, open_report
+from twobw.training.samples import make_samples
 from twobw.training.stopping import stop_on
 
 # A result is read this many batches later, when that no longer waits for another rank.
@@ -37,12 +38,7 @@ def train(config: Config, folder: Path, stop_signals: Sequence[Signals]) -> None
     the results. The first of ``stop_signals`` makes the next batch the last one; the word of
     rank 0 counts.
     """
-    data = TextData(
-        config.data.paths,
-        sequence_length=config.model.sequence_length,
-        validation_fraction=config.data.validation_fraction,
-        seed=config.training.seed,
-    )
+    data = make_samples(config)
     is_reporter = distributed.get_rank() == 0
     with (
         open_report(config, folder) if is_reporter else nullcontext() as report,
@@ -69,6 +65,9 @@ def make_pipeline(config: Config) -> Pipeline:
         seed=training.seed,
         lr_scheduler=make_lr_scheduler(config.optimizer, training.num_batches),
         extra_in_flight=parallel.extra_in_flight,
+        update_lag=parallel.update_lag if isinstance(parallel.update_lag, int) else None,
+        lookahead=parallel.lookahead,
+        flush_batches=parallel.flush_batches,
         precision=training.precision,
         recompute=training.recompute,
         max_grad_norm=training.max_grad_norm or None,
@@ -113,7 +112,7 @@ class _Loop:
     """All that every rank does in the same order; ``report`` is rank 0's."""
 
     def __init__(
-        self, config: Config, data: TextData, pipeline: Pipeline, report: RunReport | None
+        self, config: Config, data: Samples, pipeline: Pipeline, report: RunReport | None
     ) -> None:
         self._config = config
         self._data = data
@@ -196,9 +195,9 @@ class _Loop:
 
     def _evaluate(self) -> None:
         """Evaluate; where that is done on the way, keep the weights that are the best so far."""
-        loss = self._evaluation.loss()
+        loss, accuracy = self._evaluation.loss(), self._evaluation.accuracy()
         if self._report and loss is not None:
-            self._report.validated(self._num_batches, loss)
+            self._report.validated(self._num_batches, loss, accuracy)
         if not (self._config.training.evaluate_every and self._num_batches):
             return
         if self._evaluation.is_best(loss):
