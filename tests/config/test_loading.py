@@ -16,7 +16,7 @@ from twobw.config import (
     write_resolved_config,
 )
 from twobw.core.generators import SCHEDULES
-from twobw.models.sizes import GPT_SIZES
+from twobw.models.sizes import GPT_SIZES, MODEL_SIZES, bert_config
 
 CONFIGS = sorted(Path(__file__).parents[2].glob("configs/*.toml"))
 
@@ -171,9 +171,28 @@ def test_every_schedule_is_allowed(tmp_path: Path, schedule: str) -> None:
     assert load_config(write(tmp_path), {"parallel.schedule": schedule})
 
 
-@pytest.mark.parametrize("name", GPT_SIZES)
+@pytest.mark.parametrize("name", MODEL_SIZES)
 def test_every_model_is_allowed(tmp_path: Path, name: str) -> None:
-    assert load_config(write(tmp_path), {"model.name": name}).model.size() == GPT_SIZES[name]
+    assert load_config(write(tmp_path), {"model.name": name}).model.size() == MODEL_SIZES[name]
+
+
+def test_a_bert_may_have_classes(tmp_path: Path) -> None:
+    path = write(tmp_path, model={"name": "bert-tiny", "num_classes": 3, "dropout": 0.2})
+    assert load_config(path).model.size() == bert_config("bert-tiny", num_classes=3, dropout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model.num_classes": "3"}, "num_classes is 3, but gpt-tiny is not a BERT; leave it out"),
+        ({"model.name": "bert-tiny", "model.num_classes": "1"}, "num_classes is 1; it must be at"),
+        ({"model.name": "bert-tiny", "model.vocab_size": "256"}, "a BERT's must be at least 257"),
+        ({"model.name": "bert-bas"}, "did you mean bert-base?"),
+        ({"data.samples_per_class": "4"}, "samples_per_class = 4: needs model.num_classes"),
+    ],
+)
+def test_what_only_one_family_may_have(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+    assert said in problem_of(write(tmp_path), changes)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_a_line_is_there_whole_as_soon_as_it_is_written(tmp_path: Path) -> None:
         "samples": 16,
         "validation_loss": 2.0,
         "validation_perplexity": 7.4,
+        "validation_accuracy": None,
     }
 
 

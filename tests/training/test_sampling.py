@@ -29,12 +29,12 @@ class NextLetter(nn.Module):
         return self.strength * nn.functional.one_hot(following, self.vocab_size).float()
 
 
-def write_run(folder: Path, name: str = "first") -> Path:
+def write_run(folder: Path, name: str = "first", model: str = "gpt-tiny") -> Path:
     run = folder / name
     run.mkdir(parents=True)
     source = folder / f"{name}.toml"
     source.write_text(
-        "[model]\nname = 'gpt-tiny'\n[optimizer]\nlr = 1\n"
+        f"[model]\nname = '{model}'\n[optimizer]\nlr = 1\n"
         "[training]\nnum_batches = 1\nglobal_batch_size = 4\n"
     )
     write_resolved_config(load_config(source), run / CONFIG)
@@ -51,6 +51,12 @@ def test_the_model_sees_the_last_bytes_it_can() -> None:
     model = NextLetter()
     generate(model, b"0123a", 3, sequence_length=4)
     assert model.seen == [b"123a", b"23ab", b"3abc"]
+
+
+def test_a_run_of_a_bert_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, model="bert-tiny")
+    with pytest.raises(RunError, match="first is a run of a BERT, which writes no text"):
+        sample_run(run, b"")
 
 
 def test_an_empty_prompt_starts_a_line() -> None:

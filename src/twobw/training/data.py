@@ -12,7 +12,9 @@ import random
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +26,35 @@ class DataError(ValueError):
     """Text that cannot be trained on."""
 
 
+class Samples(Protocol):
+    """What a model is trained and validated on."""
+
+    @property
+    def description(self) -> str:
+        """What there is of it."""
+
+    @property
+    def num_validation_windows(self) -> int:
+        """Samples to validate on, each cut from a text."""
+
+    def batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Samples ``first_sample ...`` of the run: inputs and targets, the samples along the
+        first dimension. A function of the seed and of their places in the run alone."""
+
+    def validation_batches(
+        self, num_batches: int, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """At most ``num_batches`` batches of equal size: the same in every run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file, and the first folder on the way to it from the one that was searched, if any."""
+
+    path: Path
+    package: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class _File:
     """A file to train on; ``digest`` is of its content."""
@@ -31,6 +62,48 @@ class _File:
     digest: bytes
     size: int
     path: Path
+    package: str
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a file lies in the whole text, training bytes first: ``start <= byte < end``.
+
+    ``package`` is the first folder on the way to it from the one that was searched; empty if there
+    is none.
+    """
+
+    package: str
+    start: int
+    end: int
+
+
+class EpochOrder:
+    """An order of ``size`` things for each epoch, drawn from the seed."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._seed = seed
+        self._last: tuple[int, Tensor] = (-1, torch.empty(0))  # epoch, its permutation
+
+    def take(self, first: int, count: int) -> Tensor:
+        """Which things stand in the places ``first ... first + count - 1`` of all epochs, one
+        after another: int64 ``(count,)``."""
+        taken: list[Tensor] = []
+        place, end = first, first + count
+        while place < end:
+            epoch, index = divmod(place, self._size)
+            taken.append(self._of(epoch)[index : index + end - place])
+            place += len(taken[-1])
+        return torch.cat(taken)
+
+    def _of(self, epoch: int) -> Tensor:
+        """The order of an epoch; the last one asked for is kept."""
+        if self._last[0] != epoch:
+            seed = random.Random(f"{self._seed}/{epoch}").getrandbits(63)
+            generator = torch.Generator().manual_seed(seed)
+            self._last = (epoch, torch.randperm(self._size, generator=generator))
+        return self._last[1]
 
 
 class TextData:
@@ -48,6 +121,8 @@ class TextData:
         validation: the validation bytes, uint8.
         num_windows: training windows, the samples of an epoch.
         num_validation_windows: validation windows.
+        sequence_length: bytes of a sample.
+        extents: where each file lies; the one that the split cuts in two is there once.
 
     Args:
         paths: files, taken as they are, and folders, searched for UTF-8 text; what is hidden in
@@ -71,27 +146,34 @@ class TextData:
     ) -> None:
         files = _distinct(_text_files(paths) if paths else _standard_library_files())
         text = _join(files)
+        ends = list(accumulate(file.size for file in files))
+        self.extents = [
+            Extent(file.package, end - file.size, end)
+            for file, end in zip(files, ends, strict=True)
+        ]
         num_validation = round(len(text) * validation_fraction)
         self.num_files = len(files)
         self.train, self.validation = text.tensor_split([len(text) - num_validation])
         self.num_windows = _count_windows("training", self.train, sequence_length)
         self.num_validation_windows = _count_windows("validation", self.validation, sequence_length)
-        self._sequence_length = sequence_length
-        self._seed = seed
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))  # epoch, its permutation
+        self.sequence_length = sequence_length
+        self._order = EpochOrder(self.num_windows, seed)
+
+    @property
+    def description(self) -> str:
+        """How many files and bytes."""
+        return (
+            f"text: {self.num_files:,} files, {len(self.train):,} bytes to train on, "
+            f"{len(self.validation):,} to validate"
+        )
 
     def batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
         """Samples ``first_sample ...`` of the run: inputs and targets, int64 ``(b, t)`` each.
 
         Batch ``k`` of a run starts at sample ``k * batch_size``, in whatever epoch that lies.
         """
-        windows: list[Tensor] = []
-        sample, end = first_sample, first_sample + batch_size
-        while sample < end:
-            epoch, index = divmod(sample, self.num_windows)
-            windows.append(self._epoch_order(epoch)[index : index + end - sample])
-            sample += len(windows[-1])
-        return _cut(self.train, torch.cat(windows), self._sequence_length)
+        windows = self._order.take(first_sample, batch_size)
+        return _cut(self.train, windows, self.sequence_length)
 
     def validation_batches(
         self, num_batches: int, batch_size: int
@@ -106,15 +188,7 @@ class TextData:
         total = num_batches * size
         windows = torch.arange(total) * self.num_validation_windows // max(total, 1)
         for chosen in windows.reshape(num_batches, size):
-            yield _cut(self.validation, chosen, self._sequence_length)
-
-    def _epoch_order(self, epoch: int) -> Tensor:
-        """Which window each sample of an epoch is; the last epoch asked for is kept."""
-        if self._order[0] != epoch:
-            seed = random.Random(f"{self._seed}/{epoch}").getrandbits(63)
-            generator = torch.Generator().manual_seed(seed)
-            self._order = (epoch, torch.randperm(self.num_windows, generator=generator))
-        return self._order[1]
+            yield _cut(self.validation, chosen, self.sequence_length)
 
 
 def _cut(text: Tensor, windows: Tensor, sequence_length: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +213,7 @@ def _count_windows(name: str, text: Tensor, sequence_length: int) -> int:
     return (len(text) - 1) // sequence_length
 
 
-def _standard_library_files() -> Iterator[Path]:
+def _standard_library_files() -> Iterator[_Found]:
     """The source of Python's standard library, without its tests and installed packages.
 
     Raises:
@@ -147,16 +221,16 @@ def _standard_library_files() -> Iterator[Path]:
     """
     root = sysconfig.get_path("stdlib")
     files = [
-        path
-        for path in _walk(Path(root))
-        if path.suffix == ".py" and _NOT_SOURCE.isdisjoint(path.relative_to(root).parts)
+        found
+        for found in _walk(Path(root))
+        if found.path.suffix == ".py" and _NOT_SOURCE.isdisjoint(found.path.relative_to(root).parts)
     ]
     if not files:
         raise DataError(f"no Python source in {root}; give files or folders in data.paths")
     yield from files
 
 
-def _text_files(paths: Sequence[str | Path]) -> Iterator[Path]:
+def _text_files(paths: Sequence[str | Path]) -> Iterator[_Found]:
     """The files given, and those in the folders given that are UTF-8 text.
 
     Raises:
@@ -165,18 +239,18 @@ def _text_files(paths: Sequence[str | Path]) -> Iterator[Path]:
     for given in paths:
         path = Path(given).expanduser()
         if path.is_dir():
-            files = [file for file in _walk(path) if _is_text(file)]
+            files = [found for found in _walk(path) if _is_text(found.path)]
             if not files:
                 raise DataError(f"no text file in the folder {path}")
             yield from files
         elif path.is_file():
-            yield path
+            yield _Found(path)
         else:
             what = "is neither a file nor a folder" if path.exists() else "does not exist"
             raise DataError(f"{path} {what}; data.paths are files and folders of text")
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[_Found]:
     """The regular files in a folder and below; hidden ones and linked folders are left out."""
 
     def refuse(error: OSError) -> None:
@@ -184,8 +258,9 @@ def _walk(folder: Path) -> Iterator[Path]:
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        package = next(iter(Path(parent).relative_to(folder).parts), "")
         paths = (Path(parent, name) for name in names if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+        yield from (_Found(path, package) for path in paths if path.is_file())
 
 
 def _is_text(path: Path) -> bool:
@@ -197,13 +272,13 @@ def _is_text(path: Path) -> bool:
     return bool(content) and b"\0" not in content
 
 
-def _distinct(paths: Iterator[Path]) -> list[_File]:
+def _distinct(found: Iterator[_Found]) -> list[_File]:
     """The files in the order of their contents' hashes, equal contents once."""
     files: dict[bytes, _File] = {}
-    for path in paths:
-        content = _read(path)
+    for file in found:
+        content = _read(file.path)
         digest = hashlib.sha256(content).digest()
-        files.setdefault(digest, _File(digest, len(content), path))
+        files.setdefault(digest, _File(digest, len(content), file.path, file.package))
     return [files[digest] for digest in sorted(files)]
 
 

@@ -1,15 +1,16 @@
-"""The loss on the validation text, and whether it is a run's lowest."""
+"""The loss on the validation text, and whether it is a run's lowest; the accuracy of classes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 
 from twobw import Pipeline
 from twobw.config import Config
-from twobw.training.data import DataError, TextData
+from twobw.training.data import DataError, Samples
 from twobw.training.placement import Placement
 
 
@@ -18,7 +19,7 @@ class Evaluation:
 
     Args:
         config: of the run.
-        data: its text.
+        data: its samples.
         pipeline: what is trained.
         placement: which part of a batch this rank takes.
 
@@ -27,7 +28,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, config: Config, data: TextData, pipeline: Pipeline, placement: Placement
+        self, config: Config, data: Samples, pipeline: Pipeline, placement: Placement
     ) -> None:
         training, parallel = config.training, config.parallel
         self._data = data
@@ -37,6 +38,7 @@ class Evaluation:
         self._size = min(training.evaluation_size, data.num_validation_windows)
         wanted = training.evaluation_microbatches or parallel.num_microbatches
         self._num_microbatches = min(wanted, self._size // parallel.dp)
+        self._has_classes = config.model.num_classes > 0
         self._best_loss = math.inf
         if self._num_batches and not self._num_microbatches:
             raise DataError(
@@ -53,6 +55,20 @@ class Evaluation:
             for batch in self._batches()
         ]
         return sum(losses) / len(losses) if losses else None
+
+    def accuracy(self) -> float | None:
+        """The part of the validation samples whose class has the highest score, the same on every
+        rank; all ranks call it. ``None`` where the model tells no classes or none was asked for.
+        """
+        if not (self._has_classes and self._num_batches):
+            return None
+        counts = torch.zeros(2, device=self._placement.device)  # those that are right, and all
+        for inputs, targets in self._batches():
+            scores = self._pipeline.forward(inputs, self._num_microbatches)
+            if isinstance(scores, Tensor) and targets is not None:
+                counts += counts.new_tensor([(scores.argmax(1) == targets).sum(), len(targets)])
+        distributed.all_reduce(counts)
+        return float(counts[0] / counts[1])
 
     def is_best(self, loss: float | None) -> bool:
         """Take in a loss; whether it is lower than all before."""

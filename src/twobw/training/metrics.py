@@ -30,7 +30,7 @@ class BatchRow:
 
     Attributes:
         batch: 0-based.
-        loss: training loss, mean over the global batch (nats a byte).
+        loss: training loss, mean over the global batch (in the summary's ``loss_unit``).
         grad_norm: global norm of the gradient before clipping; None where it is not clipped, and
             for an update that fp16 skipped.
         lr: the learning rate that this batch's update uses.
@@ -69,14 +69,17 @@ class ValidationRow:
     Attributes:
         num_batches: trained before it.
         samples: trained on before it.
-        validation_loss: mean over the validation batches (nats a byte).
+        validation_loss: mean over the validation batches (in the summary's ``loss_unit``).
         validation_perplexity: its exponential.
+        validation_accuracy: the part of the validation samples whose class was told; None where
+            the model tells no classes.
     """
 
     num_batches: int
     samples: int
     validation_loss: float
     validation_perplexity: float
+    validation_accuracy: float | None = None
 
 
 def perplexity(loss: float) -> float:
@@ -174,15 +177,19 @@ class Summary:
         samples: samples trained on.
         tokens: tokens trained on.
         is_stopped_early: whether it was asked to stop before the last batch of the config.
-        validation_loss_start: nats a byte before training; None where none was asked for.
+        validation_loss_start: loss before training; None where none was asked for.
         validation_loss_end: the same after it.
         validation_loss_best: the lowest of those after the start.
         best_num_batches: how many batches had been trained then.
+        validation_accuracy_start: part of the validation samples whose class was told before
+            training; None where the model tells no classes.
+        validation_accuracy_end: the same after it.
         train_loss_end: training loss of the last batch.
+        loss_unit: what losses are measured in: nats a byte, a masked byte or a snippet.
         tokens_per_second: all tokens over the time in `train_seconds`.
         train_seconds: from the first batch's start to the drain's end, evaluations left out.
         stages: by stage.
-        prompt: what the trained model was asked to go on with.
+        prompt: what the trained model was asked to go on with; empty where it writes no text.
         sample: the text that it wrote, the prompt included.
     """
 
@@ -195,7 +202,10 @@ class Summary:
     validation_loss_end: float | None
     validation_loss_best: float | None
     best_num_batches: int | None
+    validation_accuracy_start: float | None
+    validation_accuracy_end: float | None
     train_loss_end: float | None
+    loss_unit: str
     tokens_per_second: float
     train_seconds: float
     stages: tuple[StageSummary, ...]

@@ -16,10 +16,11 @@ from torch import Tensor
 import twobw
 from twobw.config import Config
 from twobw.core.timeline import Timeline
+from twobw.models.sizes import BertConfig, GPTConfig
 from twobw.models.whole import flops_per_token, model_with, num_parameters
 from twobw.reports.perfetto import chrome_trace
 from twobw.runtime.results import StepResult
-from twobw.training.data import TextData
+from twobw.training.data import Samples
 from twobw.training.device import own_device, peak_flops
 from twobw.training.metrics import (
     BatchRow,
@@ -111,7 +112,7 @@ class RunReport:
         self._loss = math.nan
         self._validations: list[ValidationRow] = []
 
-    def begin(self, data: TextData, split: list[int]) -> None:
+    def begin(self, data: Samples, split: list[int]) -> None:
         """Say what will be trained on what."""
         config, parallel = self._config, self._config.parallel
         self._split = split
@@ -121,13 +122,11 @@ class RunReport:
             f"{parallel.pp} stages of {split} layers{replicas}; {parallel.schedule}, "
             f"{parallel.num_microbatches} microbatches, {config.training.precision}"
         )
-        self._progress.note(
-            f"text: {data.num_files:,} files, {len(data.train):,} bytes to train on, "
-            f"{len(data.validation):,} to validate"
-        )
+        self._progress.note(data.description)
         self._progress.note(
             f"tps, tflops and mfu are of each of the {config.num_ranks} ranks; "
-            f"{self._flops_per_token:,} floating-point operations a token; loss in nats a byte"
+            f"{self._flops_per_token:,} floating-point operations a token; "
+            f"loss in {loss_unit(config)}"
         )
 
     def add(self, result: StepResult, seconds: float) -> None:
@@ -168,18 +167,18 @@ class RunReport:
         done = self._num_batches
         return done % training.log_every == 0 or done in (1, training.num_batches)
 
-    def validated(self, num_batches: int, loss: float) -> None:
-        """Take in the validation loss after ``num_batches``."""
+    def validated(self, num_batches: int, loss: float, accuracy: float | None) -> None:
+        """Take in the validation loss after ``num_batches``, and the accuracy of classes."""
         samples = num_batches * self._config.training.global_batch_size
-        row = ValidationRow(num_batches, samples, loss, perplexity(loss))
+        row = ValidationRow(num_batches, samples, loss, perplexity(loss), accuracy)
         self._validations.append(row)
         self._metrics.write(row)
         if self._board:
             self._board.write_validation(row)
-        self._progress.note(
-            f"validate step: {num_batches}  loss: {loss:.4f}  "
-            f"perplexity: {row.validation_perplexity:.4g}"
-        )
+        beside = f"perplexity: {row.validation_perplexity:.4g}"
+        if accuracy is not None:
+            beside = f"accuracy: {accuracy:.4f}"
+        self._progress.note(f"validate step: {num_batches}  loss: {loss:.4f}  {beside}")
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
         """Keep the weights that were just validated: they are the best so far."""
@@ -202,6 +201,8 @@ class RunReport:
         training = self._config.training
         tokens = self._tokens(self._num_batches)
         losses = {row.num_batches: row.validation_loss for row in self._validations}
+        accuracies = {row.num_batches: row.validation_accuracy for row in self._validations}
+        writes = isinstance(self._config.model.size(), GPTConfig)  # a BERT cannot write text
         best = best_of(self._validations)
         return Summary(
             schedule=self._config.parallel.schedule,
@@ -213,12 +214,15 @@ class RunReport:
             validation_loss_end=finite(losses.get(self._num_batches)),
             validation_loss_best=best.validation_loss if best else None,
             best_num_batches=best.num_batches if best else None,
+            validation_accuracy_start=accuracies.get(0),
+            validation_accuracy_end=accuracies.get(self._num_batches),
             train_loss_end=finite(self._loss),
+            loss_unit=loss_unit(self._config),
             tokens_per_second=tokens / outcome.seconds,
             train_seconds=outcome.seconds,
             stages=self._averages.summaries(self._split),
-            prompt=PROMPT,
-            sample=self._sample(outcome.weights),
+            prompt=PROMPT if writes else "",
+            sample=self._sample(outcome.weights) if writes else "",
         )
 
     def _sample(self, weights: dict[str, Tensor]) -> str:
@@ -233,6 +237,14 @@ class RunReport:
             self._progress.note(f"no sample: {error}")
             return ""
         return PROMPT + readable(text)
+
+
+def loss_unit(config: Config) -> str:
+    """What the losses of a run are measured in."""
+    size = config.model.size()
+    if not isinstance(size, BertConfig):
+        return "nats a byte"
+    return "nats a snippet" if size.num_classes else "nats a masked byte"
 
 
 def best_of(validations: list[ValidationRow]) -> ValidationRow | None:
@@ -258,18 +270,24 @@ def describe(summary: Summary, folder: Path) -> str:
     if summary.validation_loss_start is not None and summary.validation_loss_end is not None:
         lines.append(
             f"validation loss {summary.validation_loss_start:.4f} at the start, "
-            f"{summary.validation_loss_end:.4f} at the end, in nats a byte"
+            f"{summary.validation_loss_end:.4f} at the end, in {summary.loss_unit}"
         )
+    start, end = summary.validation_accuracy_start, summary.validation_accuracy_end
+    if start is not None and end is not None:
+        lines.append(f"validation accuracy {start:.1%} at the start, {end:.1%} at the end")
     lines += [
         f"stage {index}: {stage.num_layers} layers, busy {stage.busy_fraction:.1%}, "
         f"{stage.num_versions} weight versions held, peak {stage.peak_bytes / 2**20:,.0f} MiB"
         for index, stage in enumerate(summary.stages)
     ]
+    use = ""
+    if summary.prompt:
+        lines.append(f"a sample after {summary.prompt!r}:")
+        lines += [f"  | {line}" for line in summary.sample.splitlines()]
+        use = f" (twobw sample {folder} --prompt {summary.prompt!r})"
     lines += [
-        f"a sample after {summary.prompt!r}:",
-        *(f"  | {line}" for line in summary.sample.splitlines()),
         f"timeline  {folder / TIMELINE} (open it in ui.perfetto.dev)",
-        f"weights   {folder / WEIGHTS} (twobw sample {folder} --prompt {summary.prompt!r})",
+        f"weights   {folder / WEIGHTS}{use}",
     ]
     if (best := folder / BEST_WEIGHTS).is_file():
         lines.append(

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from twobw.config import read_resolved_config
+from twobw.models.sizes import GPTConfig
 from twobw.training.run_folder import CONFIG, WEIGHTS
 from twobw.training.weights import load_weights
 
@@ -52,16 +53,18 @@ def load_run(folder: Path) -> tuple[nn.Sequential, int]:
     """The model of a run's folder, with its last saved weights, and its sequence length.
 
     Raises:
-        RunError: there is no such run, it has saved no weights yet, or the weights are damaged or
-            not of the model that its config describes.
+        RunError: there is no such run, it is not one of a GPT, it has saved no weights yet, or
+            the weights are damaged or not of the model that its config describes.
         ConfigError: the run's config is damaged.
     """
     if not (folder / CONFIG).is_file():
         raise RunError(f"{folder} is not a run: it has no {CONFIG}{_nearest_run(folder)}")
+    config = read_resolved_config(folder / CONFIG).model.size()
+    if not isinstance(config, GPTConfig):
+        raise RunError(f"{folder} is a run of a BERT, which writes no text; sample takes a GPT's")
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise RunError(f"{folder} has no {WEIGHTS} yet: a run saves its weights when it ends")
-    config = read_resolved_config(folder / CONFIG).model.size()
     try:
         return load_weights(config, weights), config.sequence_length
     except (OSError, SafetensorError) as error:

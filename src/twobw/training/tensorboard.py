@@ -47,6 +47,7 @@ class TensorBoard:
         scalars: dict[str, float | None] = {
             "validation_metrics/loss": row.validation_loss,
             "validation_metrics/perplexity": row.validation_perplexity,
+            "validation_metrics/accuracy": row.validation_accuracy,
         }
         self._write(scalars, row.num_batches)
 
