@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 import twobw
 from benchmarks.delay_rules import Emulator, delay_compensation
 from tests.runtime.reference import run_model
+from twobw.core.generators import SCHEDULES
 
 SEED = 7
-SCHEDULES = ["2bw", "2bw-fresh", "1f1b", "gpipe", "weight-stashing", "no-pipeline"]
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
@@ -92,7 +92,7 @@ def assert_equal(
     assert own[1] == other[1]
 
 
-@pytest.mark.filterwarnings("ignore:2bw")
+@pytest.mark.filterwarnings("ignore:2bw", "ignore:paci")
 @pytest.mark.parametrize(("pp", "m"), [(1, 2), (2, 1), (2, 2), (2, 4), (3, 4), (4, 2), (4, 8)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_equals_the_pipeline(schedule: str, pp: int, m: int) -> None:
@@ -113,6 +113,27 @@ def test_equals_the_pipeline(schedule: str, pp: int, m: int) -> None:
 )
 def test_features_equal_the_pipelines(schedule: str, features: dict[str, Any]) -> None:
     assert_equal(emulated(schedule, 3, 4, **features), piped(schedule, 3, 4, **features))
+
+
+@pytest.mark.parametrize("flush_batches", [0, 2])
+@pytest.mark.parametrize(
+    ("schedule", "options", "lookahead"),
+    [
+        ("2bw", {}, 0.0),
+        ("2bw", {}, 1.0),
+        ("2bw-fresh", {"update_lag": 1}, 0.0),
+        ("2bw-fresh", {"update_lag": 1}, 0.5),
+        ("2bw-fresh", {"update_lag": 0, "extra_in_flight": 1}, 1.0),
+        ("paci", {}, 0.0),
+    ],
+)
+def test_the_family_around_two_bw_equals_the_pipelines(
+    schedule: str, options: dict[str, int], lookahead: float, flush_batches: int
+) -> None:
+    more = {"flush_batches": flush_batches, "lookahead": lookahead, "max_grad_norm": 0.05}
+    assert_equal(
+        emulated(schedule, 3, 4, options=options, **more), piped(schedule, 3, 4, **options, **more)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh", "gpipe"])
