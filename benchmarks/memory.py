@@ -20,6 +20,8 @@ the end less the same after the imports and the start of the process group, befo
   section 4 states, the rest ("constant") holds temporaries of one layer, code and caches. With
   replicas a bucket is held to one layer here: of the runtime's, of 25 MB, none, one or two live at
   the peak, as it happens, which would show as up to 2 bytes in the slope of layers as few as these.
+  Look-ahead adds one fp32 copy of the weights, and in mixed precision a bucket's fp32 weights
+  (in the constant) and, where some microbatches are fresh, a 16-bit copy.
 - Flat: the peak of one long run of a small tied GPT with clipping, dropout and evaluations. The
   recorder's last 4096 spans, some 1.3 MB, fill up within the first 250 batches.
 
@@ -74,6 +76,7 @@ class Case:
 NORM = {"max_grad_norm": 1.0}
 BF16 = {"precision": "bf16"}
 WAITS = {"overlap_reduce": False}
+AHEAD = {"lookahead": 1.0}
 CASES = [
     Case("fp32, 1f1b", 16, "1f1b", 1, {}),
     Case("fp32, 2bw", 20, "2bw", 1, {}),
@@ -82,6 +85,13 @@ CASES = [
     Case("fp32, 2bw, clipped, overlap_reduce=False", 20, "2bw", 1, {**NORM, **WAITS}),
     Case("fp32, 2bw, clipped", 24, "2bw", 1, NORM),
     Case("bf16, 2bw, clipped", 24, "2bw", 1, {**NORM, **BF16}),
+    Case("fp32, paci", 16, "paci", 1, {}),
+    Case("fp32, 2bw-fresh", 20, "2bw-fresh", 1, {}),
+    Case("fp32, 2bw, look-ahead", 24, "2bw", 1, AHEAD),
+    Case("fp32, 2bw-fresh, look-ahead", 24, "2bw-fresh", 1, AHEAD),
+    Case("bf16, 2bw, look-ahead", 20, "2bw", 1, {**BF16, **AHEAD}),
+    Case("bf16, 2bw-fresh, look-ahead", 22, "2bw-fresh", 1, {**BF16, **AHEAD}),
+    Case("fp32, 2bw, flushed start", 20, "2bw", 1, {"flush_batches": 1}),
     Case("fp32, 2bw, dp = 2", 24, "2bw", 2, {}),
     Case("fp32, 2bw, dp = 2, ZeRO-1", 20, "2bw", 2, {"shard_optimizer": True}),
 ]
