@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from tests.dist.programs.cases import OF_FOUR, OF_THREE, SEED, sum_and_weight
-from tests.runtime.reference import train_delayed, train_plain, train_stashed
+from tests.runtime.reference import (
+    stale_first,
+    train,
+    train_delayed,
+    train_plain,
+    train_stashed,
+)
 from twobw.runtime.layers import choose_split
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +54,10 @@ def test_one_pipeline_equals_the_reference(of_three: dict, name: str) -> None:
         losses = train_delayed(*arguments, SEED)
     elif case.schedule == "weight-stashing":
         losses = train_stashed(*arguments, choose_split(case.layers(), None, 3), SEED)
+    elif case.schedule in ("2bw-fresh", "paci"):
+        delay = stale_first(choose_split(case.layers(), None, 3), case.num_microbatches)
+        is_paci = case.schedule == "paci"
+        losses = train(*arguments, SEED, delay=delay, backward_on_newest=is_paci, **case.options)
     else:
         losses = train_plain(*arguments, SEED)
     assert list(outcome["state"]) == list(model.state_dict())

@@ -128,6 +128,10 @@ OF_THREE = {
     "gpipe m=3": Case("gpipe", 3, plain_layers, CHANGING),
     "no-pipeline m=1": Case("no-pipeline", 1, plain_layers, CHANGING),
     "weight-stashing m=2": Case("weight-stashing", 2, plain_layers, CHANGING),
+    "2bw-fresh m=4, look-ahead, flushed start": Case(
+        "2bw-fresh", 4, plain_layers, CHANGING, options={"lookahead": 1.0, "flush_batches": 2}
+    ),
+    "paci m=4": Case("paci", 4, plain_layers, CHANGING),
     "channels last": Case("2bw", 2, image_layers, [(5, 3, 5, 5)] * 3),
     "tuples": Case("2bw", 2, mixed_layers, [(5, 4), (5, 4), (6, 4), (5, 4)]),
 }
