@@ -23,7 +23,7 @@ from delay_rules import Emulator, delay_compensation
 from twobw.config import OptimizerSettings
 from twobw.core.generators import SCHEDULES
 from twobw.models.gpt import gpt_layers, loss_fn
-from twobw.models.sizes import gpt_config
+from twobw.models.sizes import GPTConfig, gpt_config
 from twobw.training.data import TextData
 from twobw.training.optimizer import make_lr_scheduler, make_optimizer
 
@@ -32,6 +32,7 @@ from twobw.training.optimizer import make_lr_scheduler, make_optimizer
 class Run:
     """One training run of the byte GPT; see ``--help``."""
 
+    size: GPTConfig
     settings: OptimizerSettings
     emulator: dict[str, Any]
     batches: int
@@ -42,10 +43,9 @@ class Run:
 
     def losses(self) -> tuple[float, float]:
         """Validation loss, and the mean training loss of the last 50 batches."""
-        seed, size = self.emulator["seed"], gpt_config("gpt-demo")
-        data = TextData(sequence_length=size.sequence_length, seed=seed)
+        data = TextData(sequence_length=self.size.sequence_length, seed=self.emulator["seed"])
         emulator = Emulator(
-            gpt_layers(size),
+            gpt_layers(self.size),
             loss_fn,
             make_optimizer(self.settings),
             lr_scheduler=make_lr_scheduler(self.settings, self.batches),
@@ -71,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--schedule", default="2bw", choices=list(SCHEDULES))
     add("--stages", type=int, default=2)
+    add("--layers", type=int, default=4, help="blocks of the GPT")
     add("--microbatches", type=int, default=4)
     add("--update-lag", type=int, help="of 2bw-fresh")
     add("--extra-in-flight", type=int, help="of the schedules around 2bw")
@@ -105,6 +106,7 @@ def main() -> None:
         if getattr(given, option) is not None
     }
     run = Run(
+        gpt_config("gpt-demo", num_layers=given.layers),
         OptimizerSettings(
             name=given.optimizer,
             lr=given.lr,
