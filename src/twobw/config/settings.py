@@ -84,7 +84,8 @@ class ModelSettings(Section):
     """``[model]``: a size by name, of a GPT or a BERT; each of its values may be set on its own.
 
     ``tied``: embedding and head share the token matrix. ``num_classes``: a BERT that tells so many
-    classes of samples apart; 0: it guesses masked bytes.
+    classes of samples apart; 0: it guesses masked bytes. ``init_from``: a run's file of weights to
+    start from, of a model that may have another head.
     """
 
     name: Annotated[str, _choice(*MODEL_SIZES)]
@@ -96,6 +97,7 @@ class ModelSettings(Section):
     dropout: Decay
     tied: bool
     num_classes: Count = 0
+    init_from: str = ""
 
     @model_validator(mode="before")
     @classmethod

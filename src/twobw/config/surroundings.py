@@ -6,14 +6,23 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from twobw.config.settings import DataSettings, RunSettings, Section, nearest
+from twobw.config.settings import DataSettings, ModelSettings, RunSettings, Section, nearest
 from twobw.config.toml_text import toml_text
 
 
 def not_at_hand(
-    data: DataSettings | None = None, run: RunSettings | None = None, **_: Section
+    model: ModelSettings | None = None,
+    data: DataSettings | None = None,
+    run: RunSettings | None = None,
+    **_: Section,
 ) -> Iterator[str]:
     """A problem for each thing that is not there; a section in error is left out."""
+    if model and model.init_from:
+        path = Path(model.init_from).expanduser()
+        if not path.is_file():
+            what = "is a folder; give a file of weights in it" if path.is_dir() else "no such file"
+            near = "" if path.is_dir() else nearest_path(path)
+            yield f"model.init_from = {toml_text(model.init_from)}: {what}{near}"
     for index, text in enumerate(data.paths if data else ()):
         path = Path(text).expanduser()
         if not path.exists():

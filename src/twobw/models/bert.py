@@ -86,11 +86,11 @@ class ClassHead(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.logits = linear(config.width, config.num_classes)
+        self.classes = linear(config.width, config.num_classes)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Score every class."""
-        logits: Tensor = self.logits(self.dropout(self.norm(hidden).mean(1)))
+        logits: Tensor = self.classes(self.dropout(self.norm(hidden).mean(1)))
         return logits.float()
 
 

@@ -21,6 +21,7 @@ from twobw.runtime.results import StepResult
 from twobw.training.data import Samples
 from twobw.training.device import own_device
 from twobw.training.evaluation import Evaluation
+from twobw.training.initial_weights import start_from
 from twobw.training.optimizer import make_lr_scheduler, make_optimizer
 from twobw.training.placement import Placement
 from twobw.training.report import Outcome, RunReport, open_report
@@ -53,8 +54,9 @@ def train(config: Config, folder: Path, stop_signals: Sequence[Signals]) -> None
 def make_pipeline(config: Config) -> Pipeline:
     """The pipeline that the config describes, over the process group's ranks."""
     parallel, training = config.parallel, config.training
+    layers = model_layers(config.model.size(), partial(build_layer, training.seed))
     return Pipeline(
-        model_layers(config.model.size(), partial(build_layer, training.seed)),
+        start_from(layers, config.model.init_from) if config.model.init_from else layers,
         model_loss(config.model.size()),
         make_optimizer(config.optimizer),
         schedule=parallel.schedule,

@@ -16,8 +16,8 @@ from twobw.config import OptimizerSettings
 Named: TypeAlias = list[tuple[str, Parameter]]
 
 # The last two parts of the names of matrices that Muon is not for: rows of the embedding tables
-# are looked up one by one, and the head has a row for each token.
-_TABLES = ("token.weight", "position.weight", "logits.weight")
+# are looked up one by one, and the head has a row for each token or class.
+_TABLES = ("token.weight", "position.weight", "logits.weight", "classes.weight")
 
 
 def make_optimizer(
