@@ -81,6 +81,7 @@ def test_a_run_learns_and_says_so(whole_run: tuple[Path, Ended]) -> None:
     assert "2 weight versions held" in ended.out
     assert "a sample after 'def ':" in ended.out
     assert "runs/tiny/timeline.json" in ended.out
+    assert "-m twobw sample runs/tiny --prompt 'def ')" in ended.out
     shown = [line.split()[1] for line in ended.out.splitlines() if line.startswith("step:")]
     assert shown == ["1", "5", "10", "12"]
 

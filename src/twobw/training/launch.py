@@ -26,6 +26,7 @@ from twobw.training.failures import (
     read_failures,
     stage_of,
 )
+from twobw.training.invocation import invocation
 from twobw.training.run_folder import (
     CONFIG,
     SUMMARY,
@@ -107,8 +108,8 @@ def _run_agent(config: Config, folder: Path) -> None:
         shutdown_timeout=int(config.training.timeout_s) + 60,
     )
     # -P: the current folder must not stand before the standard library, as it does under -m.
-    command = ["-P", "-m", "twobw.training.worker", str(folder), str(os.getpid())]
-    elastic_launch(launch_config, sys.executable)(*command)
+    worker = ["-P", "-m", "twobw.training.worker", str(folder), str(os.getpid()), invocation()]
+    elastic_launch(launch_config, sys.executable)(*worker)
 
 
 @contextmanager

@@ -32,17 +32,17 @@ from twobw.training.stopping import stop_on
 _LOG_LAG = 2
 
 
-def train(config: Config, folder: Path, stop_signals: Sequence[Signals]) -> None:
+def train(config: Config, folder: Path, stop_signals: Sequence[Signals], command: str) -> None:
     """Train as the config says and leave the results in ``folder``; every rank calls this.
 
     The process group must be there. Rank 0 shows how the run goes on standard output, and writes
     the results. The first of ``stop_signals`` makes the next batch the last one; the word of
-    rank 0 counts.
+    rank 0 counts. ``command`` is how the user calls this program, for what is printed.
     """
     data = make_samples(config)
     is_reporter = distributed.get_rank() == 0
     with (
-        open_report(config, folder) if is_reporter else nullcontext() as report,
+        open_report(config, folder, command) if is_reporter else nullcontext() as report,
         make_pipeline(config) as pipeline,
     ):
         stop_on(stop_signals, pipeline.request_stop)

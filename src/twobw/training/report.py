@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
@@ -71,8 +72,9 @@ class Outcome:
 
 
 @contextmanager
-def open_report(config: Config, folder: Path) -> Iterator[RunReport]:
-    """Rank 0's report of a run, on standard output; warnings of this package are shown too."""
+def open_report(config: Config, folder: Path, command: str) -> Iterator[RunReport]:
+    """Rank 0's report of a run, on standard output; warnings of this package are shown too.
+    ``command`` is how the user calls this program."""
     progress = make_progress(sys.stdout, config.training.num_batches, config.num_ranks)
     with ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(folder / METRICS))
@@ -84,7 +86,7 @@ def open_report(config: Config, folder: Path) -> Iterator[RunReport]:
             board = stack.enter_context(TensorBoard(folder / TENSORBOARD, config.num_ranks, length))
         stack.enter_context(closing(progress))
         stack.enter_context(_warnings_noted(progress))
-        yield RunReport(config, folder, metrics, progress, board)
+        yield RunReport(config, folder, command, metrics, progress, board)
 
 
 class RunReport:
@@ -94,12 +96,14 @@ class RunReport:
         self,
         config: Config,
         folder: Path,
+        command: str,
         metrics: MetricsWriter,
         progress: Progress,
         board: TensorBoard | None = None,
     ) -> None:
         self._config = config
         self._folder = folder
+        self._command = command
         self._averages = StageAverages()
         self._recent = RecentBatches()
         self._split: list[int] = []
@@ -191,7 +195,7 @@ class RunReport:
         summary = self._summary(outcome)
         write_json(self._folder / SUMMARY, asdict(summary))
         self._progress.close()
-        self._progress.note(describe(summary, self._folder))
+        self._progress.note(describe(summary, self._folder, self._command))
 
     def _tokens(self, num_batches: int) -> int:
         training, model = self._config.training, self._config.model
@@ -261,8 +265,8 @@ def readable(text: bytes) -> str:
     )
 
 
-def describe(summary: Summary, folder: Path) -> str:
-    """What a run has come to, for a person."""
+def describe(summary: Summary, folder: Path, command: str) -> str:
+    """What a run has come to, for a person who calls this program by ``command``."""
     lines = [
         f"{summary.num_batches:,} batches, {summary.tokens:,} tokens in "
         f"{duration(summary.train_seconds)}: {summary.tokens_per_second:,.0f} tokens/s",
@@ -277,14 +281,15 @@ def describe(summary: Summary, folder: Path) -> str:
         lines.append(f"validation accuracy {start:.1%} at the start, {end:.1%} at the end")
     lines += [
         f"stage {index}: {stage.num_layers} layers, busy {stage.busy_fraction:.1%}, "
-        f"{stage.num_versions} weight versions held, peak {stage.peak_bytes / 2**20:,.0f} MiB"
+        f"{_versions(stage.num_versions)} held, peak {stage.peak_bytes / 2**20:,.0f} MiB"
         for index, stage in enumerate(summary.stages)
     ]
     use = ""
     if summary.prompt:
         lines.append(f"a sample after {summary.prompt!r}:")
         lines += [f"  | {line}" for line in summary.sample.splitlines()]
-        use = f" (twobw sample {folder} --prompt {summary.prompt!r})"
+        words = ["sample", str(folder), "--prompt", summary.prompt]
+        use = f" ({command} {shlex.join(words)})"
     lines += [
         f"timeline  {folder / TIMELINE} (open it in ui.perfetto.dev)",
         f"weights   {folder / WEIGHTS}{use}",
@@ -295,6 +300,10 @@ def describe(summary: Summary, folder: Path) -> str:
             f"{summary.best_num_batches:,} batches)"
         )
     return "\n".join(lines)
+
+
+def _versions(count: int) -> str:
+    return "1 weight version" if count == 1 else f"{count} weight versions"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from twobw.config import Config, ConfigError, read_resolved_config, write_resolved_config
 from twobw.training.failures import last_words, record_failure, stage_of
+from twobw.training.invocation import invocation
 from twobw.training.run_folder import CONFIG, create_run_folder, log_path, replacing
 from twobw.training.stopping import die_on, die_with_parent
 
@@ -27,7 +28,8 @@ def has_outer_launcher() -> bool:
 
 
 def main() -> None:
-    """Be a rank of ``launch``: ``python -m twobw.training.worker FOLDER LAUNCHER_PID``."""
+    """Be a rank of ``launch``: ``... -m twobw.training.worker FOLDER LAUNCHER_PID COMMAND``, where
+    the last is how the user called it (see `invocation`)."""
     die_with_parent(int(sys.argv[2]))
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     if rank > 0:
@@ -39,7 +41,7 @@ def main() -> None:
     config = read_resolved_config(folder / CONFIG)
     try:
         _init_process_group(config)
-        _train(config, folder, stop_signals)
+        _train(config, folder, stop_signals, sys.argv[3])
     except Exception as error:
         traceback.print_exc()
         record_failure(folder, rank, stage_of(rank, config.parallel.dp), error)
@@ -70,7 +72,7 @@ def run_rank(config: Config) -> int:
     try:
         _init_process_group(config)
         folder = _agree_on_folder(config, rank)
-        _train(config, folder, stop_signals)
+        _train(config, folder, stop_signals, invocation())
     except Exception as error:
         _report(folder, rank, stage_of(rank, dp), error)
         _exit_at_once()
@@ -115,12 +117,12 @@ def _agree_on_folder(config: Config, rank: int) -> Path:
     return folder
 
 
-def _train(config: Config, folder: Path, stop_signals: list[signal.Signals]) -> None:
+def _train(config: Config, folder: Path, stop_signals: list[signal.Signals], command: str) -> None:
     from torch import distributed
 
     from twobw.training.loop import train
 
-    train(config, folder, stop_signals)
+    train(config, folder, stop_signals, command)
     distributed.destroy_process_group()
 
 
