@@ -28,7 +28,7 @@ def value_of(config: Config, setting: str) -> object:
 
 def test_a_short_config_gets_the_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path))
-    assert config.parallel.schedule == "2bw"
+    assert config.parallel.schedule == "2bw-fresh"
     assert (config.parallel.pp, config.parallel.num_microbatches) == (2, 4)
     assert config.model.size() == GPT_SIZES["gpt-tiny"]
     assert config.data.paths == ()

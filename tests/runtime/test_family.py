@@ -182,6 +182,11 @@ class TestUpdateLag:
         with self.pipeline() as pipeline:
             assert pipeline.update_lag == 0
 
+    def test_is_0_on_one_stage(self) -> None:
+        """Replicas of a whole model train as one process would."""
+        with self.pipeline(pp=1, dp=2) as pipeline:
+            assert pipeline.update_lag == 0
+
     def test_is_0_where_reductions_are_waited_for(self) -> None:
         with self.pipeline(max_grad_norm=1.0, overlap_reduce=False) as pipeline:
             assert pipeline.update_lag == 0

@@ -163,7 +163,7 @@ class ParallelSettings(Section):
 
     pp: Size = 2
     dp: Size = 1
-    schedule: Annotated[str, _choice(*SCHEDULES)] = "2bw"
+    schedule: Annotated[str, _choice(*SCHEDULES)] = "2bw-fresh"
     num_microbatches: Size = 4
     extra_in_flight: Count = 0
     update_lag: Annotated[int | str, PlainValidator(_check_lag)] = "measured"

@@ -64,7 +64,7 @@ class Pipeline:
             links.
         update_lag: for ``"2bw-fresh"``: microbatch slots that what must be reduced has to arrive;
             as many more microbatches run on the older version. ``None``: 0 where nothing is to be
-            reduced, else as few as hide the reductions, measured over the first batches, which
+            reduced or there is one stage, else as few as hide the reductions, measured over the first batches, which
             are then flushed (`flush_batches`, or 8); a run that is to be repeated to the bit
             states it.
         lookahead: ``a``: gradients that are one version old are taken at the extrapolated weights
@@ -93,7 +93,7 @@ class Pipeline:
         layers: Sequence[Layer],
         loss_fn: LossFunction,
         optimizer: OptimizerFactory,
-        schedule: str = "2bw",
+        schedule: str = "2bw-fresh",
         num_microbatches: int = 4,
         split: Sequence[int] | None = None,
         pp: int | None = None,

@@ -287,7 +287,9 @@ class Rank:
 
     @property
     def _hides_reductions(self) -> bool:
-        return self._settings.overlap_reduce and self._settings.reduces
+        """Whether gradients are to be older so that no stage waits; a single stage waits."""
+        is_pipeline = self.mesh.pp > 1
+        return is_pipeline and self._settings.overlap_reduce and self._settings.reduces
 
     def _measured_lag(self, schedule: ScheduleChoice) -> int:
         """How many microbatch slots the slowest rank's reductions take, by the batches that have
