@@ -16,6 +16,7 @@ something only where that is near zero.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import multiprocessing
 import time
@@ -29,6 +30,7 @@ from contestants import CONTESTANTS, MICROBATCH_SIZE, MODEL, Turn
 from harness import CONSOLE, Target, Team
 
 IDEAL = "ideal"
+TORCH = "torch 1F1B"
 NUM_PROCESSES = 2
 GAIN_OVER_TORCH = {2: 1.45, 4: 1.22, 8: 1.10}
 NUM_COMPARED = 3  # batches whose losses are compared; the third has seen two updates
@@ -39,8 +41,8 @@ def main() -> None:
     """Measure, print, write."""
     options = parse()
     harness.warn_if_busy()
-    names = list(CONTESTANTS)
-    if importlib.util.find_spec("deepspeed") is None:
+    names = options.contestants
+    if "DeepSpeed" in names and importlib.util.find_spec("deepspeed") is None:
         names.remove("DeepSpeed")
         CONSOLE.print("DeepSpeed is skipped: the bench extra is not installed")
     results, targets = {}, []
@@ -57,6 +59,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--microbatches", type=int, nargs="+", default=[2, 4, 8], metavar="M", help="a batch")
+    add(
+        "--contestants",
+        type=contestant_names,
+        default=",".join(CONTESTANTS),
+        metavar="A,B,...",
+        help=f"of {', '.join(CONTESTANTS)} (default: all); {IDEAL} runs always",
+    )
     add("--rounds", type=int, default=5, help="turns of each contestant (default 5)")
     add(
         "--batches",
@@ -69,6 +78,24 @@ def parse() -> argparse.Namespace:
     if options.quick:
         options.rounds, options.batches = 2, options.batches or 2
     return options
+
+
+def contestant_names(text: str) -> list[str]:
+    """Names out of the table's first column, with or without its ``twobw``, in its order. The
+    ideal is always among them: all else is measured against it.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such contestant.
+    """
+    chosen = {IDEAL}
+    for given in text.split(","):
+        name = given.strip().removeprefix("twobw ")
+        if name not in CONTESTANTS:
+            near = difflib.get_close_matches(name, CONTESTANTS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(CONTESTANTS)}{hint}")
+        chosen.add(name)
+    return [name for name in CONTESTANTS if name in chosen]
 
 
 def measure(names: list[str], num_microbatches: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -166,7 +193,7 @@ def summary(
         "tokens_per_second": median(speeds[name]),
         "tokens_per_second_by_round": speeds[name],
         "of_ideal": ratio(speeds, name, IDEAL),
-        "over_torch_1f1b": ratio(speeds, name, "torch 1F1B"),
+        "over_torch_1f1b": ratio(speeds, name, TORCH) if TORCH in speeds else None,
         "loss_of_first_turn": losses[name],
     }
 
@@ -182,6 +209,7 @@ def show(result: dict[str, Any], num_microbatches: int) -> None:
     rows = []
     for name, values in result["contestants"].items():
         of_ideal, losses = values["of_ideal"], values["loss_of_first_turn"]
+        over_torch = values["over_torch_1f1b"]
         others = [cores for cores in values["other_cores_by_round"] if cores is not None]
         rows.append(
             [
@@ -189,7 +217,7 @@ def show(result: dict[str, Any], num_microbatches: int) -> None:
                 f"{values['tokens_per_second']:.0f}",
                 f"{of_ideal['median']:.3f}",
                 f"{of_ideal['min']:.3f} to {of_ideal['max']:.3f}",
-                f"{values['over_torch_1f1b']['median']:.3f}",
+                f"{over_torch['median']:.3f}" if over_torch else "",
                 f"{losses[0]:.4f}",
                 f"{losses[-1]:.4f}",
                 f"{max(others):.2f}" if others else "",
@@ -202,21 +230,18 @@ def show(result: dict[str, Any], num_microbatches: int) -> None:
 
 
 def judge(result: dict[str, Any], num_microbatches: int) -> list[Target]:
-    """The issue's targets."""
-
-    def value(name: str, against: str) -> float:
-        return float(result["contestants"][name][against]["median"])
-
-    at = f"at m = {num_microbatches}"
-    targets = [
-        Target(f"2bw of ideal {at}", value("2bw", "of_ideal"), 0.95, at_least=True),
-        Target(f"1f1b over torch's {at}", value("1f1b", "over_torch_1f1b"), 1.0, at_least=True),
+    """The targets of the contestants that ran."""
+    ran, at = result["contestants"], f"at m = {num_microbatches}"
+    limits = [
+        ("2bw of ideal", "2bw", "of_ideal", 0.95),
+        ("2bw over torch's 1F1B", "2bw", "over_torch_1f1b", GAIN_OVER_TORCH.get(num_microbatches)),
+        ("1f1b over torch's", "1f1b", "over_torch_1f1b", 1.0),
     ]
-    if num_microbatches in GAIN_OVER_TORCH:
-        limit = GAIN_OVER_TORCH[num_microbatches]
-        measured = value("2bw", "over_torch_1f1b")
-        targets.insert(1, Target(f"2bw over torch's 1F1B {at}", measured, limit, at_least=True))
-    return targets
+    return [
+        Target(f"{what} {at}", ran[name][against]["median"], limit, at_least=True)
+        for what, name, against, limit in limits
+        if limit is not None and name in ran and ran[name][against] is not None
+    ]
 
 
 if __name__ == "__main__":
