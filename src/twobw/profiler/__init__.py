@@ -1,0 +1,1 @@
+"""What a model's layers cost on a device: measured on this machine, or computed for another."""
