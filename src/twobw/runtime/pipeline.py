@@ -64,9 +64,9 @@ class Pipeline:
             links.
         update_lag: for ``"2bw-fresh"``: microbatch slots that what must be reduced has to arrive;
             as many more microbatches run on the older version. ``None``: 0 where nothing is to be
-            reduced or there is one stage, else as few as hide the reductions, measured over the first batches, which
-            are then flushed (`flush_batches`, or 8); a run that is to be repeated to the bit
-            states it.
+            reduced or there is one stage, else as few as hide the reductions, measured over the
+            first batches, which are then flushed (`flush_batches`, or 8); a run that is to be
+            repeated to the bit states it.
         lookahead: ``a``: gradients that are one version old are taken at the extrapolated weights
             ``W(v) + a (W(v) - W(v-1))``, nearer to where they will be applied (SpecTrain, Chen et
             al., 2018). In fp32 for one more copy of the weights.
