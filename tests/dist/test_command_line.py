@@ -154,7 +154,24 @@ def test_a_rank_that_is_killed_takes_the_run_down(tmp_path: Path) -> None:
     assert ended.code == 1
     log, last = ended.err.splitlines()
     assert log == "the log of rank 1 is runs/tiny/rank1.log"
-    assert last.startswith("twobw: rank 1 (stage 1) failed: killed by SIGKILL")
+    assert last.startswith("twobw: rank 1 (stage 1) failed: ended by SIGKILL")
+    assert not any(map(is_running, ranks.values()))
+
+
+@LINUX
+def test_a_rank_that_is_ended_by_sigterm_is_named_and_not_its_peers(tmp_path: Path) -> None:
+    settings = ["--parallel.dp", "2", "--parallel.num_microbatches", "2"]
+    with started(tmp_path, "twobw", "train", "tiny.toml", *ENDLESS, *settings) as command:
+        command.wait_for_batches(1)
+        ranks = command.ranks()
+        os.kill(ranks[2], signal.SIGTERM)
+        ended = command.wait(timeout=20)
+    assert ended.code == 1
+    log, last = ended.err.splitlines()
+    assert log == "the log of rank 2 is runs/tiny/rank2.log"
+    assert last == (
+        f"twobw: rank 2 (stage 1) failed: ended by SIGTERM, which process {os.getpid()} sent"
+    )
     assert not any(map(is_running, ranks.values()))
 
 

@@ -12,12 +12,13 @@ from twobw.training.failures import (
     last_words,
     read_failures,
     record_failure,
+    record_termination,
     stage_of,
 )
 
 OWN = Failure(2, 2, "ValueError: wrong", time_ns=50, lost_peer=False)
 LOST = Failure(1, 1, "RuntimeError: Connection closed by peer", time_ns=20, lost_peer=True)
-KILLED = Failure(3, 3, "killed by SIGKILL", time_ns=0, lost_peer=False)
+KILLED = Failure(3, 3, "ended by SIGKILL", time_ns=0, lost_peer=False)
 
 
 def test_a_record_is_read_back(tmp_path: Path) -> None:
@@ -60,9 +61,16 @@ def test_reasons() -> None:
     assert describe(error) == "ValueError: wrong; on stage 1, in FORWARD of microbatch 22"
     assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert describe_exit(3) == "ended with exit code 3"
-    assert describe_exit(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert describe_exit(-signal.SIGSEGV) == "ended by SIGSEGV"
     assert "memory" in describe_exit(-signal.SIGKILL)
-    assert describe_exit(-250) == "killed by signal 250"
+    assert describe_exit(-250) == "ended by signal 250"
+
+
+def test_a_rank_that_another_program_ends_leaves_who_it_was(tmp_path: Path) -> None:
+    written = record_termination(tmp_path, 5, 2, 4711)
+    assert written.reason == "ended by SIGTERM, which process 4711 sent"
+    assert read_failures(tmp_path, 6) == [written]
+    assert first_cause([LOST, written], []) == written
 
 
 def test_last_words_end_with_rank_stage_and_reason() -> None:

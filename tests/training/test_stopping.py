@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     code = f"import os, signal\nfrom twobw.training.stopping import *\n{code}"
@@ -32,7 +34,40 @@ print("not reached", flush=True)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("", "", -signal.SIGINT)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+TERMINATED = """
+import threading, time
+report_termination(int(os.environ["LAUNCHER"] or os.getpid()), lambda pid: print(pid, flush=True))
+waiting = threading.Lock()
+waiting.acquire()
+threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+waiting.acquire()  # a wait that no Python signal handler interrupts
+"""
+
+
+@LINUX
+@pytest.mark.parametrize(("launcher", "is_reported"), [("", False), ("1", True)])
+def test_a_sigterm_ends_the_process_and_is_reported_unless_the_launcher_sent_it(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, is_reported: bool
+) -> None:
+    monkeypatch.setenv("LAUNCHER", launcher)
+    ended = run(TERMINATED)
+    assert ended.returncode == -signal.SIGTERM
+    assert ended.stdout.strip().isdigit() is is_reported
+    assert ended.stderr == ""
+
+
+@LINUX
+def test_a_sigterm_ends_the_process_even_where_it_cannot_be_reported() -> None:
+    ended = run("""
+import time
+report_termination(1, lambda pid: 1 / 0)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)
+""")
+    assert ended.returncode == -signal.SIGTERM
+
+
+@LINUX
 def test_a_process_dies_with_its_parent() -> None:
     child = """
 import os, time

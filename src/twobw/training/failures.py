@@ -72,8 +72,19 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def record_failure(folder: Path, rank: int, stage: int, error: BaseException) -> Failure:
     """Leave the reason of this rank's end in the run's folder, and return it."""
-    failure = Failure(rank, stage, describe(error), time.time_ns(), is_lost_peer(error))
-    write_json(failure_path(folder, rank), asdict(failure))
+    return _record(
+        folder, Failure(rank, stage, describe(error), time.time_ns(), is_lost_peer(error))
+    )
+
+
+def record_termination(folder: Path, rank: int, stage: int, sender: int) -> Failure:
+    """Leave in the run's folder that the process ``sender`` ends this rank by SIGTERM."""
+    reason = f"{describe_exit(-signal.SIGTERM)}, which process {sender} sent"
+    return _record(folder, Failure(rank, stage, reason, time.time_ns(), lost_peer=False))
+
+
+def _record(folder: Path, failure: Failure) -> Failure:
+    write_json(failure_path(folder, failure.rank), asdict(failure))
     return failure
 
 
@@ -92,7 +103,7 @@ def describe_exit(exit_code: int) -> str:
     except ValueError:
         name = f"signal {-exit_code}"
     hint = " (the kernel does that when memory runs out)" if exit_code == -signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
+    return f"ended by {name}{hint}"
 
 
 def first_cause(records: list[Failure], exits: list[Failure]) -> Failure | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from threading import Thread
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -32,6 +33,30 @@ def stop_on(signals: Iterable[signal.Signals], request_stop: Callable[[], None])
 
     for number in signals:
         signal.signal(number, handle)
+
+
+def report_termination(launcher: int, report: Callable[[int], None]) -> None:
+    """Let SIGTERM end the process as ever, but first call ``report`` with the sender's process id
+    if that is not ``launcher``, which so ends the ranks that another rank's end has left behind.
+
+    A thread waits for the signal: a handler would not learn the sender, and would run only after
+    whatever wait inside C code the main thread is in. Call it before other threads start, since
+    all must leave the signal to that one. Elsewhere than on Linux nothing is done.
+    """
+    if sys.platform != "linux":
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def wait() -> None:
+        sender = signal.sigwaitinfo([signal.SIGTERM]).si_pid
+        try:
+            if sender != launcher:
+                report(sender)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # this thread's
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=wait, name="sigterm", daemon=True).start()
 
 
 def die_with_parent(parent: int) -> None:

@@ -9,14 +9,15 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from twobw.config import Config, ConfigError, read_resolved_config, write_resolved_config
-from twobw.training.failures import last_words, record_failure, stage_of
+from twobw.training.failures import last_words, record_failure, record_termination, stage_of
 from twobw.training.invocation import invocation
 from twobw.training.run_folder import CONFIG, create_run_folder, log_path, replacing
-from twobw.training.stopping import die_on, die_with_parent
+from twobw.training.stopping import die_on, die_with_parent, report_termination
 
 _AFTER_THE_CAUSE_S = 2.0
 _OUTER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,7 +31,8 @@ def has_outer_launcher() -> bool:
 def main() -> None:
     """Be a rank of ``launch``: ``... -m twobw.training.worker FOLDER LAUNCHER_PID COMMAND``, where
     the last is how the user called it (see `invocation`)."""
-    die_with_parent(int(sys.argv[2]))
+    launcher = int(sys.argv[2])
+    die_with_parent(launcher)
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     if rank > 0:
         os.dup2(2, 1)
@@ -39,12 +41,14 @@ def main() -> None:
     stop_signals = [signal.SIGINT]
     die_on(stop_signals)
     config = read_resolved_config(folder / CONFIG)
+    stage = stage_of(rank, config.parallel.dp)
+    report_termination(launcher, partial(record_termination, folder, rank, stage))
     try:
         _init_process_group(config)
         _train(config, folder, stop_signals, sys.argv[3])
     except Exception as error:
         traceback.print_exc()
-        record_failure(folder, rank, stage_of(rank, config.parallel.dp), error)
+        record_failure(folder, rank, stage, error)
         _exit_at_once()
 
 
