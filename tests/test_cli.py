@@ -112,6 +112,29 @@ def test_a_schedule_is_printed_or_refused(
     assert "illegal" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", ["2.5", "2.0", "x", "1e1", ""])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["schedule", "2bw", "--stages"],
+        ["schedule", "2bw", "--microbatches"],
+        ["schedule", "2bw", "--batches"],
+        ["schedule", "2bw", "--extra-in-flight"],
+        ["schedule", "2bw-fresh", "--update-lag"],
+        ["sample", "runs/demo", "--tokens"],
+        ["sample", "runs/demo", "--top-k"],
+        ["sample", "runs/demo", "--seed"],
+    ],
+)
+def test_what_is_not_a_whole_number_is_refused(
+    command: list[str], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*command, value) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"Invalid value for {command[-1]}: {value!r} is not a whole number" in printed.err
+
+
 def test_help_names_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "--help") == 0
     assert "parallel.schedule" in capsys.readouterr().out

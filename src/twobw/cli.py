@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import SIGINT
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter, Token
 
 from twobw import __version__
 from twobw.config import SETTINGS, ConfigError, load_config
@@ -20,6 +20,20 @@ app = App(
     version=__version__,
 )
 
+
+def _whole_number(kind: object, tokens: Sequence[Token]) -> int:
+    """An option's value; cyclopts itself would round 2.5 to 2.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value!r} is not a whole number") from None
+
+
+_Int = Annotated[int, Parameter(converter=_whole_number)]
 _SETTINGS = "Settings: " + ", ".join(SETTINGS)
 
 
@@ -57,14 +71,14 @@ def schedule(
     name: str | None = None,
     /,
     *,
-    stages: int | None = None,
-    microbatches: int | None = None,
-    batches: int | None = None,
+    stages: _Int | None = None,
+    microbatches: _Int | None = None,
+    batches: _Int | None = None,
     format: Literal["grid", "csv"] = "grid",
     check: Path | None = None,
     rule: str | None = None,
-    extra_in_flight: int = 0,
-    update_lag: int = 0,
+    extra_in_flight: _Int = 0,
+    update_lag: _Int = 0,
 ) -> int:
     """Print a schedule, what each stage holds, and what the checker says of it.
 
@@ -112,10 +126,10 @@ def sample(
     /,
     *,
     prompt: str = "",
-    tokens: int = 400,
+    tokens: _Int = 400,
     temperature: float = 0.8,
-    top_k: int | None = None,
-    seed: int = 0,
+    top_k: _Int | None = None,
+    seed: _Int = 0,
 ) -> None:
     """Write text with the weights of a run.
 
@@ -168,7 +182,9 @@ def main(tokens: Sequence[str] | None = None) -> None:
     What the user can put right is one message and exit code 2.
     """
     try:
-        app(sys.argv[1:] if tokens is None else tokens)
+        app(sys.argv[1:] if tokens is None else tokens, exit_on_error=False)
+    except CycloptsError:  # it has printed its message
+        sys.exit(2)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"twobw: {error}\n")
         sys.exit(2)

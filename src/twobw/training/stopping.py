@@ -35,7 +35,7 @@ def stop_on(signals: Iterable[signal.Signals], request_stop: Callable[[], None])
         signal.signal(number, handle)
 
 
-def report_termination(launcher: int, report: Callable[[int], None]) -> None:
+def report_termination(launcher: int, report: Callable[[int], object]) -> None:
     """Let SIGTERM end the process as ever, but first call ``report`` with the sender's process id
     if that is not ``launcher``, which so ends the ranks that another rank's end has left behind.
 
