@@ -89,6 +89,37 @@ def test_an_illegal_csv_is_refused_with_the_faulty_cell_marked(tmp_path: Path) -
     ]
 
 
+def test_an_order_that_other_runtimes_run_is_refused_with_the_reason(tmp_path: Path) -> None:
+    looped_bfs = (  # as torch's ScheduleLoopedBFS orders 2 stages a rank
+        "0F0,0F1,2F0,2F1,,,2B1,2B0,0B1,0B0\n,1F0,1F1,3F0,3F1,3B1,3B0,1B1,1B0\n"
+    )
+    file = tmp_path / "schedule.csv"
+    file.write_text(looped_bfs)
+    text, code = run_schedule_command(check_file=file)
+    assert code == 1
+    assert text.splitlines()[-3:] == [
+        "illegal: 4 violations",
+        "All are of the rule order: gradients are added in the order of the backwards, and only "
+        "ascending microbatches",
+        "give the sums of plain training to the bit. Where rounding may differ, as in torch, such "
+        "a schedule can run.",
+    ]
+
+
+def test_a_csv_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_bytes(b"\xef\xbb\xbf0F0,0B0\n")
+    text, code = run_schedule_command(check_file=file)
+    assert (code, text.splitlines()[2]) == (0, "stage 0 | F0@0  B0@0 U0@1")
+
+
+def test_a_csv_in_another_encoding_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0B0\n", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"schedule.csv: byte 0 is not UTF-8; a schedule's CSV"):
+        run_schedule_command(check_file=file)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from twobw.core.checker import check, format_violations
+from twobw.core.checker import Violation, check, format_violations
 from twobw.core.costs import StageCost
 from twobw.core.generators import generate
 from twobw.core.grid import format_grid
@@ -51,8 +51,9 @@ def run_schedule_command(
                 f"--rule is {rule!r} and --microbatches is {num_microbatches}; --check takes both, "
                 "or neither for one flushed batch"
             )
-        text = check_file.read_text(encoding="utf-8")
-        schedule = read_csv(text, name=rule, num_microbatches=num_microbatches, **options)
+        schedule = read_csv(
+            _read_text(check_file), name=rule, num_microbatches=num_microbatches, **options
+        )
     else:
         _refuse("NAME", {"--rule": rule})
         if name is None or num_stages is None or num_microbatches is None or num_batches is None:
@@ -65,6 +66,21 @@ def run_schedule_command(
     return describe(schedule)
 
 
+def _read_text(path: Path) -> str:
+    """A CSV's text; spreadsheets may have put a byte-order mark before it.
+
+    Raises:
+        ValueError: it is not UTF-8.
+        OSError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start} is not UTF-8; a schedule's CSV is UTF-8 text"
+        ) from None
+
+
 def describe(schedule: Schedule) -> tuple[str, int]:
     """Grid, table of stages and the checker's verdict; and 0 if it is legal, 1 if not."""
     title = (
@@ -75,7 +91,7 @@ def describe(schedule: Schedule) -> tuple[str, int]:
     if violations:
         shown = format_violations(schedule, violations)
         count = "1 violation" if len(violations) == 1 else f"{len(violations)} violations"
-        return f"{title}\n\n{shown}\n\nillegal: {count}", 1
+        return f"{title}\n\n{shown}\n\nillegal: {count}{_only_order(violations)}", 1
     timeline = simulate(schedule, _COST)
     makespan = (
         f"makespan {timeline.makespan_ns}, "
@@ -84,6 +100,17 @@ def describe(schedule: Schedule) -> tuple[str, int]:
     busy = [timeline.busy_fraction(rank) for rank in stage_ranks(schedule)]
     parts = [title, "", format_grid(schedule), "", *_stage_table(schedule, busy), "", makespan]
     return "\n".join([*parts, "legal: the checker finds nothing wrong"]), 0
+
+
+def _only_order(violations: Iterable[Violation]) -> str:
+    """Why an order that other runtimes would run is not legal here; empty for all other faults."""
+    if {violation.rule for violation in violations} != {"order"}:
+        return ""
+    return (
+        "\nAll are of the rule order: gradients are added in the order of the backwards, and only "
+        "ascending microbatches\ngive the sums of plain training to the bit. Where rounding may "
+        "differ, as in torch, such a schedule can run."
+    )
 
 
 def _stage_table(schedule: Schedule, busy: Iterable[float]) -> list[str]:
