@@ -329,7 +329,8 @@ def test_a_damaged_resolved_config_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_configs_that_come_with_the_repository_load(path: Path) -> None:
-    assert load_config(path).run.name == path.stem
+    start = {"model.init_from": ""}  # another run makes what one of them starts from
+    assert load_config(path, start).run.name == path.stem
 
 
 def test_the_demo_is_among_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ class PackageSnippets:
     in validation.
 
     Attributes:
-        packages: names of the classes: of the packages with the most snippets (on the side,
-            training or validation, on which they have fewer).
+        packages: names of the classes: the packages with the most files (on the side, training or
+            validation, on which they have fewer), since a class seen in few files is hard to tell.
         num_labelled: snippets to train on.
         num_validation_windows: snippets to validate on.
 
@@ -41,9 +42,9 @@ class PackageSnippets:
         self, text: TextData, *, num_classes: int, samples_per_class: int = 0, seed: int = 0
     ) -> None:
         self._text = text
-        train, validation = _snippets(text)
-        sizes = {name: min(len(train[name]), len(validation[name])) for name in train}
-        ranked = sorted((name for name in sizes if sizes[name]), key=lambda n: (-sizes[n], n))
+        train, validation = _snippets_by_file(text)
+        num_files = {name: min(len(train[name]), len(validation[name])) for name in train}
+        ranked = sorted((n for n in num_files if num_files[n]), key=lambda n: (-num_files[n], n))
         if len(ranked) < num_classes:
             raise DataError(
                 f"model.num_classes is {num_classes}, but only {len(ranked)} packages have files "
@@ -51,7 +52,8 @@ class PackageSnippets:
                 "data.validation_fraction"
             )
         self.packages = tuple(ranked[:num_classes])
-        fewest = min(len(train[name]) for name in self.packages)
+        labelled = [list(chain(*train[name])) for name in self.packages]
+        fewest = min(map(len, labelled))
         count = samples_per_class or fewest
         if count > fewest:
             raise DataError(
@@ -59,11 +61,11 @@ class PackageSnippets:
                 f"({', '.join(self.packages)}) there are only {fewest}; set at most that"
             )
         draw = random.Random(f"{seed}/labelled")
-        drawn = [draw.sample(train[name], count) for name in self.packages]
+        drawn = [draw.sample(starts, count) for starts in labelled]
         self._starts, self._labels = _interleave(drawn)
         self.num_labelled = len(self._starts)
         self._order = EpochOrder(self.num_labelled, seed)
-        self._validation = [validation[name] for name in self.packages]
+        self._validation = [list(chain(*validation[name])) for name in self.packages]
         self.num_validation_windows = num_classes * min(map(len, self._validation))
 
     @property
@@ -107,21 +109,27 @@ class PackageSnippets:
         return text[starts[:, None] + torch.arange(self._text.sequence_length)].long()
 
 
-def _snippets(text: TextData) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Where snippets start in the training and in the validation bytes, by package; of the file
-    that the split cuts in two only those to train on."""
+def _snippets_by_file(
+    text: TextData,
+) -> tuple[dict[str, list[range]], dict[str, list[range]]]:
+    """Where snippets start in the training and in the validation bytes, by package and file; of
+    the file that the split cuts in two only those to train on, of files too short for one none."""
     length, num_train = text.sequence_length, len(text.train)
-    train: dict[str, list[int]] = {}
-    validation: dict[str, list[int]] = {}
+    train: dict[str, list[range]] = {}
+    validation: dict[str, list[range]] = {}
     for extent in text.extents:
         if not extent.package:
             continue
-        ours, others = (train, validation) if extent.start < num_train else (validation, train)
-        others.setdefault(extent.package, [])
-        origin = 0 if ours is train else num_train
-        end = min(extent.end, num_train) if ours is train else extent.end
-        starts = range(extent.start - origin, end - origin - length + 1, length)
-        ours.setdefault(extent.package, []).extend(starts)
+        of_train = train.setdefault(extent.package, [])
+        of_validation = validation.setdefault(extent.package, [])
+        start, end = extent.start, extent.end
+        if start < num_train:
+            starts, ours = range(start, min(end, num_train) - length + 1, length), of_train
+        else:
+            start, end, ours = start - num_train, end - num_train, of_validation
+            starts = range(start, end - length + 1, length)
+        if starts:
+            ours.append(starts)
     return train, validation
 
 
