@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,57 @@ def test_a_wrong_setting_is_refused_before_anything_starts(
 def test_a_config_that_is_not_there(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("train", "tiny.tml") == 2
     assert "did you mean tiny.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("paths", "settings", "message"),
+    [
+        ("empty.txt", [], "empty.txt: 0 bytes of text in 1 file"),
+        ("short.txt", [], "short.txt: 600 bytes of text in 1 file .* give 660 bytes"),
+        ("empty", [], "empty: no text in this folder: 0 files"),
+        ("binary", [], "binary: no text in this folder: 1 file,"),
+        ("none.txt", [], "no such file or folder"),
+        ("locked.txt", [], "locked.txt cannot be read: Permission denied"),
+        (
+            "enough.txt",
+            ["--parallel.dp", "2", "--data.validation_fraction", "0.05"],
+            "the validation text has 1 samples, fewer than parallel.dp = 2",
+        ),
+    ],
+)
+def test_text_that_will_not_do_is_refused_before_anything_starts(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    paths: str,
+    settings: list[str],
+    message: str,
+) -> None:
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path.name == "locked.txt":
+            raise PermissionError(13, "Permission denied")  # as root, no real file gives it
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    for name, size in (
+        ("empty.txt", 0),
+        ("short.txt", 600),
+        ("enough.txt", 700),
+        ("locked.txt", 700),
+    ):
+        Path(name).write_bytes(b"x" * size)
+    Path("empty").mkdir()
+    Path("binary").mkdir()
+    Path("binary/file").write_bytes(b"\0" * 700)
+    before = sorted(config.parent.iterdir())
+    assert run("train", str(config), "--data.paths", paths, *settings) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.search(message, printed.err)
+    assert "Traceback" not in printed.err
+    assert sorted(config.parent.iterdir()) == before
 
 
 def test_another_number_of_ranks_than_the_config_has(

@@ -56,9 +56,11 @@ def train(
     checked = load_config(config, parse_settings(settings))
     die_on([SIGINT])  # some import inside torch swallows Python's KeyboardInterrupt
     from twobw.training.initial_weights import check_initial_weights
+    from twobw.training.samples import check_samples
     from twobw.training.worker import has_outer_launcher, run_rank
 
     check_initial_weights(checked)
+    check_samples(checked)
     if has_outer_launcher():
         return run_rank(checked)
     from twobw.training.launch import launch

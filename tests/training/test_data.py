@@ -1,6 +1,7 @@
 """The text: which bytes are trained on, which are held back, and in which order they come."""
 
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -177,17 +178,29 @@ def test_text_is_held_once_as_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sequence_length", "fraction", "said"),
     [
-        (16, 0.1, "10 bytes of validation text are too few .* sequence_length \\+ 1 = 17"),
-        (16, 0.9, "10 bytes of training text are too few"),
-        (100, 0.5, "50 bytes of training text"),
+        (16, 0.1, "90 are to train on and 10 to validate on, .*_length \\+ 1 = 17.* 170 bytes"),
+        (16, 0.875, "12 are to train on and 88 to validate on, .*_length \\+ 1 = 17.* 136 bytes"),
+        (100, 0.5, "50 are to train on and 50 to validate on, .*_length \\+ 1 = 101.* 202 bytes"),
     ],
 )
 def test_too_little_text_is_refused(
     tmp_path: Path, sequence_length: int, fraction: float, said: str
 ) -> None:
     write(tmp_path, one=numbered(100))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=f"{tmp_path}: 100 bytes of text in 1 file .*{said}"):
         TextData([tmp_path], sequence_length=sequence_length, validation_fraction=fraction)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5, 0.7])
+def test_as_much_text_as_is_asked_for_is_enough(tmp_path: Path, fraction: float) -> None:
+    path = tmp_path / "one.txt"
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"give ([0-9,]+) bytes") as refused:
+        TextData([path], sequence_length=128, validation_fraction=fraction)
+    asked = re.search("give ([0-9,]+) bytes", str(refused.value))
+    assert asked is not None
+    path.write_bytes(b"x" * int(asked[1].replace(",", "")))
+    TextData([path], sequence_length=128, validation_fraction=fraction)
 
 
 def test_one_window_on_each_side_is_enough(tmp_path: Path) -> None:
@@ -200,14 +213,17 @@ def test_one_window_on_each_side_is_enough(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no\.txt does not exist"):
         TextData([tmp_path / "no.txt"], sequence_length=4)
-    with pytest.raises(DataError, match="no text file in the folder"):
+    with pytest.raises(DataError, match=f"{tmp_path}: no text in this folder: 0 files"):
         TextData([tmp_path], sequence_length=4)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="is neither a file nor a folder"):
         TextData([tmp_path / "pipe"], sequence_length=4)
     (tmp_path / "empty.txt").write_bytes(b"")
-    with pytest.raises(DataError, match="0 bytes of training text"):
+    with pytest.raises(DataError, match=r"empty\.txt: 0 bytes of text in 1 file"):
         TextData([tmp_path / "empty.txt"], sequence_length=4)
+    (tmp_path / "zeros").write_bytes(b"a\0")
+    with pytest.raises(DataError, match=r"no text in this folder: 2 files, .* none is UTF-8"):
+        TextData([tmp_path], sequence_length=4)
 
 
 def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,11 @@ position in the run, so no rank needs to keep or save any state.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+_NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 
 class DataError(ValueError):
@@ -154,8 +155,19 @@ class TextData:
         num_validation = round(len(text) * validation_fraction)
         self.num_files = len(files)
         self.train, self.validation = text.tensor_split([len(text) - num_validation])
-        self.num_windows = _count_windows("training", self.train, sequence_length)
-        self.num_validation_windows = _count_windows("validation", self.validation, sequence_length)
+        if min(len(self.train), len(self.validation)) <= sequence_length:
+            raise DataError(
+                f"{_names(paths)}: {_count(len(text), 'byte')} of text in "
+                f"{_count(len(files), 'file')} (equal ones count once) are too few: with "
+                f"data.validation_fraction = {validation_fraction}, {len(self.train)} are to train "
+                f"on and {len(self.validation)} to validate on, and each takes at least one "
+                f"sample, model.sequence_length + 1 = {sequence_length + 1} bytes; give "
+                f"{_enough(sequence_length + 1, validation_fraction):,} bytes, a shorter sequence "
+                "or another fraction"
+            )
+        # Each window shares its last target with the next one's first input.
+        self.num_windows = (len(self.train) - 1) // sequence_length
+        self.num_validation_windows = (len(self.validation) - 1) // sequence_length
         self.sequence_length = sequence_length
         self._order = EpochOrder(self.num_windows, seed)
 
@@ -198,19 +210,21 @@ def _cut(text: Tensor, windows: Tensor, sequence_length: int) -> tuple[Tensor, T
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _count_windows(name: str, text: Tensor, sequence_length: int) -> int:
-    """Windows in a text; each shares its last target with the next one's first input.
+def _names(paths: Sequence[str | Path]) -> str:
+    """The paths, for a message; of many the first."""
+    if not paths:
+        return "the source of Python's standard library"
+    more = f" and {_count(len(paths) - 1, 'more path')}" if len(paths) > 1 else ""
+    return f"{paths[0]}{more}"
 
-    Raises:
-        DataError: there is none.
-    """
-    if len(text) <= sequence_length:
-        raise DataError(
-            f"{len(text)} bytes of {name} text are too few for one sample, which takes "
-            f"sequence_length + 1 = {sequence_length + 1}; give more text, a shorter sequence "
-            "or another validation_fraction"
-        )
-    return (len(text) - 1) // sequence_length
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _enough(sample: int, validation_fraction: float) -> int:
+    """Bytes of text that give both sides ``sample`` bytes."""
+    return math.ceil(sample / min(validation_fraction, 1 - validation_fraction))
 
 
 def _standard_library_files() -> Iterator[_Found]:
@@ -220,11 +234,7 @@ def _standard_library_files() -> Iterator[_Found]:
         DataError: this Python has no source with it.
     """
     root = sysconfig.get_path("stdlib")
-    files = [
-        found
-        for found in _walk(Path(root))
-        if found.path.suffix == ".py" and _NOT_SOURCE.isdisjoint(found.path.relative_to(root).parts)
-    ]
+    files = [found for found in _walk(Path(root), _NOT_SOURCE) if found.path.suffix == ".py"]
     if not files:
         raise DataError(f"no Python source in {root}; give files or folders in data.paths")
     yield from files
@@ -239,10 +249,15 @@ def _text_files(paths: Sequence[str | Path]) -> Iterator[_Found]:
     for given in paths:
         path = Path(given).expanduser()
         if path.is_dir():
-            files = [found for found in _walk(path) if _is_text(found.path)]
-            if not files:
-                raise DataError(f"no text file in the folder {path}")
-            yield from files
+            found = list(_walk(path))
+            texts = [file for file in found if _is_text(file.path)]
+            if not texts:
+                raise DataError(
+                    f"{path}: no text in this folder: {_count(len(found), 'file')}, hidden ones "
+                    "left out, of which none is UTF-8 without NUL bytes and not empty; a file that "
+                    "data.paths names itself is taken as it is"
+                )
+            yield from texts
         elif path.is_file():
             yield _Found(path)
         else:
@@ -250,14 +265,15 @@ def _text_files(paths: Sequence[str | Path]) -> Iterator[_Found]:
             raise DataError(f"{path} {what}; data.paths are files and folders of text")
 
 
-def _walk(folder: Path) -> Iterator[_Found]:
-    """The regular files in a folder and below; hidden ones and linked folders are left out."""
+def _walk(folder: Path, left_out: Container[str] = ()) -> Iterator[_Found]:
+    """The regular files in a folder and below; hidden ones, linked folders, and folders of the
+    names ``left_out`` are not looked into."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}")
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not (name.startswith(".") or name in left_out)]
         package = next(iter(Path(parent).relative_to(folder).parts), "")
         paths = (Path(parent, name) for name in names if not name.startswith("."))
         yield from (_Found(path, package) for path in paths if path.is_file())

@@ -10,8 +10,9 @@ from torch import Tensor, distributed
 
 from twobw import Pipeline
 from twobw.config import Config
-from twobw.training.data import DataError, Samples
+from twobw.training.data import Samples
 from twobw.training.placement import Placement
+from twobw.training.samples import validation_batch
 
 
 class Evaluation:
@@ -30,22 +31,13 @@ class Evaluation:
     def __init__(
         self, config: Config, data: Samples, pipeline: Pipeline, placement: Placement
     ) -> None:
-        training, parallel = config.training, config.parallel
         self._data = data
         self._pipeline = pipeline
         self._placement = placement
-        self._num_batches = training.evaluation_batches
-        self._size = min(training.evaluation_size, data.num_validation_windows)
-        wanted = training.evaluation_microbatches or parallel.num_microbatches
-        self._num_microbatches = min(wanted, self._size // parallel.dp)
+        self._num_batches = config.training.evaluation_batches
+        self._size, self._num_microbatches = validation_batch(config, data)
         self._has_classes = config.model.num_classes > 0
         self._best_loss = math.inf
-        if self._num_batches and not self._num_microbatches:
-            raise DataError(
-                f"the validation text has {self._size} samples, fewer than parallel.dp = "
-                f"{parallel.dp}; give more text or a larger data.validation_fraction, or set "
-                "training.evaluation_batches = 0"
-            )
 
     def loss(self) -> float | None:
         """The mean over the validation batches, the same on every rank; all ranks call it.

@@ -5,8 +5,35 @@ from __future__ import annotations
 from twobw.config import Config
 from twobw.models.sizes import BertConfig
 from twobw.training.classification import PackageSnippets
-from twobw.training.data import Samples, TextData
+from twobw.training.data import DataError, Samples, TextData
 from twobw.training.masking import MaskedText
+
+
+def check_samples(config: Config) -> None:
+    """Make sure that there is enough to train and to validate on, before any rank starts. Reads
+    all of it, as each rank will.
+
+    Raises:
+        DataError: there is not.
+    """
+    validation_batch(config, make_samples(config))
+
+
+def validation_batch(config: Config, data: Samples) -> tuple[int, int]:
+    """How many samples a validation batch has, over all replicas, and how many microbatches.
+
+    Raises:
+        DataError: there are too few samples for the replicas.
+    """
+    training, parallel = config.training, config.parallel
+    size = min(training.evaluation_size, data.num_validation_windows)
+    wanted = training.evaluation_microbatches or parallel.num_microbatches
+    if training.evaluation_batches and size < parallel.dp:
+        raise DataError(
+            f"the validation text has {size} samples, fewer than parallel.dp = {parallel.dp}; give "
+            "more text or a larger data.validation_fraction, or set training.evaluation_batches = 0"
+        )
+    return size, min(wanted, size // parallel.dp)
 
 
 def make_samples(config: Config) -> Samples:
