@@ -68,6 +68,40 @@ def train(
     return launch(checked)
 
 
+@app.command(help_epilogue=_SETTINGS)
+def profile(
+    config: Path,
+    /,
+    *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    microbatch_sizes: str = "1,2,4,8",
+    device: str | None = None,
+    out: Path | None = None,
+) -> None:
+    """Find out what each layer of a model costs: the time of its forward, backward and recompute,
+    what it keeps in between, the time of its update; and what messages between ranks cost.
+
+    Measures on this machine, with as many ranks at work as the file says. Any setting of the file
+    can be given here too: --section.key value.
+
+    Parameters
+    ----------
+    config
+        The TOML file.
+    microbatch_sizes
+        Samples of a microbatch, for each size to profile.
+    device
+        Compute the profile for this device instead, without the hardware: v100-16gb, a100-40gb,
+        a100-80gb, h100-80gb, or a TOML file that describes one.
+    out
+        Where to write the profile; by default NAME.profile.json in the folder of runs.
+    """
+    from twobw.profiler.command import run_profile_command
+
+    checked = load_config(config, parse_settings(settings))
+    die_on([SIGINT])  # as for train
+    sys.stdout.write(run_profile_command(checked, microbatch_sizes, device, out) + "\n")
+
+
 @app.command
 def schedule(
     name: str | None = None,

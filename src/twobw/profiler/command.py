@@ -1,0 +1,59 @@
+"""What ``twobw profile`` does. Torch is loaded only once everything has been checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from twobw.config import Config
+from twobw.profiler.device import find_device
+from twobw.profiler.table import profile_text
+from twobw.training.run_folder import replacing
+
+
+def run_profile_command(config: Config, sizes: str, device: str | None, out: Path | None) -> str:
+    """Profile, write the profile to a file, and tell what is in it.
+
+    Args:
+        config: of the run that the profile is for.
+        sizes: microbatch sizes with commas between.
+        device: a device's name or description; ``None``: this machine.
+        out: the file; ``None``: in the folder of runs.
+
+    Raises:
+        ValueError: sizes that are none, or an unknown device, before anything runs.
+        OSError: the file cannot be written, likewise.
+    """
+    microbatch_sizes = parse_sizes(sizes)
+    spec = None if device is None else find_device(device)
+    if spec is not None:
+        spec.flops_per_second(config.training.precision, 1)
+    path = out or Path(config.run.folder, f"{config.run.name}.profile.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        if spec is None:
+            from twobw.profiler.measure import measure_profile
+
+            profile = measure_profile(config, microbatch_sizes)
+        else:
+            from twobw.profiler.analytic import compute_profile
+
+            profile = compute_profile(config, microbatch_sizes, spec)
+        temporary.write_text(profile.to_json(), encoding="utf-8")
+    return f"{profile_text(profile)}\n\nthe profile is in {path}"
+
+
+def parse_sizes(text: str) -> list[int]:
+    """``"4,1,2"`` as ascending sizes, each once.
+
+    Raises:
+        ValueError: something is not a whole number of at least 1.
+    """
+    sizes = set()
+    for word in text.split(","):
+        if not word.strip().isdecimal() or int(word) < 1:
+            raise ValueError(
+                f"microbatch size {word.strip()!r} is not a whole number of at least 1; give "
+                "sizes with commas between, such as 1,2,4"
+            )
+        sizes.add(int(word))
+    return sorted(sizes)
