@@ -37,6 +37,9 @@ from twobw.profiler.solo import Given, SoloLayer
 from twobw.profiler.subject import Subject, make_subject
 
 _META = torch.device("meta")
+_ATEN = torch.ops.aten
+_ALLOCATIONS = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty}
+_OVERWRITES = {_ATEN.copy_, _ATEN.fill_, _ATEN.zero_}  # what they change they do not read
 
 
 @dataclass(slots=True)
@@ -85,8 +88,10 @@ class MovedBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = storages((args, kwargs))
         is_view = not func._schema.is_mutable and given.keys() >= storages(result).keys()
-        if not is_view:
-            leaves = tree_leaves((args, kwargs, result))
+        if not is_view and func.overloadpacket not in _ALLOCATIONS:
+            is_overwritten = func.overloadpacket in _OVERWRITES
+            read = (args[1:] if is_overwritten else args, kwargs)
+            leaves = tree_leaves((read, result))
             self.total += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         return result
 
@@ -119,7 +124,7 @@ class AttentionAsOn(TorchFunctionMode):
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, is_causal: bool
 ) -> Tensor:
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    attend = _ATEN._scaled_dot_product_flash_attention
     return attend(query, key, value, dropout_p, is_causal)[0]  # type: ignore[no-any-return]
 
 
@@ -199,8 +204,9 @@ def _microbatch(
     give: Callable[[], Given], size: int, layer: SoloLayer, clock: _Clock
 ) -> MicrobatchProfile:
     footprint = take_footprint(layer, give)
+    given = give()
     with counted() as forward:
-        layout = layer.forward(0, give()).layout
+        layout = layer.forward(0, given).layout
     gradients = layer.output_gradients(layout)
     with counted() as backward:
         layer.backward(0, gradients)

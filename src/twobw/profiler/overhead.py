@@ -65,12 +65,14 @@ def time_link(config: Config, device: torch.device, num_bytes: int) -> tuple[Lin
         num_bytes: of a long message.
     """
     mesh = distributed_mesh(dist.get_world_size(), 1, [], device, config.training.timeout_s)
-    if mesh.stage > 1:
-        return LinkProfile(latency_ns=0, bytes_per_second=1), 0
     short, long = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (1, num_bytes))
-    message_ns = _message_ns(mesh.transport, mesh.stage, short, key=0)
-    latency_ns = _one_way_ns(mesh.transport, mesh.stage, short, key=1)
-    transfer_ns = max(_one_way_ns(mesh.transport, mesh.stage, long, key=2) - latency_ns, 1)
+    message_ns, latency_ns, transfer_ns = 0.0, 0.0, 1.0
+    if mesh.stage <= 1:
+        message_ns = _message_ns(mesh.transport, mesh.stage, short, key=0)
+        latency_ns = _one_way_ns(mesh.transport, mesh.stage, short, key=1)
+        long_ns = _one_way_ns(mesh.transport, mesh.stage, long, key=2)
+        transfer_ns = max(long_ns - latency_ns, transfer_ns)
+    dist.barrier()  # a transport that goes takes with it what it has not sent yet
     link = LinkProfile(
         latency_ns=round(latency_ns), bytes_per_second=round(num_bytes * 1e9 / transfer_ns)
     )

@@ -35,9 +35,10 @@ def _title(profile: ModelProfile) -> str:
     conditions = [profile.precision, profile.optimizer]
     if profile.num_threads:
         threads = f"{profile.num_threads} thread{'s' * (profile.num_threads > 1)}"
-        conditions.insert(0, f"{profile.num_ranks} ranks of {threads} at once")
+        at_once = f"{profile.num_ranks} ranks at once, " if profile.num_ranks > 1 else "1 rank of "
+        conditions.insert(0, at_once + threads + " each" * (profile.num_ranks > 1))
     how = "measured on" if profile.kind == "measured" else "computed for"
-    return f"{profile.model}, {how} {profile.device}: {', '.join(conditions)}; ms and MB"
+    return f"{profile.model}, {how} {profile.device}: {', '.join(conditions)}; in ms and MB"
 
 
 def _cost_rows(entry: LayerProfile, count: int) -> list[tuple[str, ...]]:
