@@ -41,6 +41,7 @@ def test_a_file_that_cannot_be_written_is_refused(capsys, tmp_path):
     (tmp_path / "file").touch()
     words = refusal(capsys, "--out", str(tmp_path / "file" / "profile.json"))
     assert str(tmp_path / "file") in words
+    assert f"{tmp_path} is a folder" in refusal(capsys, "--out", str(tmp_path))
 
 
 def test_sizes_ascend_each_once():

@@ -52,6 +52,10 @@ def test_bytes_are_those_of_the_shapes(profile):
         assert measured == expected
 
 
+def test_the_clock_is_never_faster_than_the_processor(profile):
+    assert profile.slowdown > 0.99
+
+
 def test_overheads_and_link_are_there(profile):
     overhead, link = profile.overhead, profile.link
     assert 0 < overhead.op_ns < overhead.batch_ns
@@ -68,3 +72,7 @@ def test_a_duration_is_the_median_and_the_distance_of_the_quartiles():
 def test_what_is_below_the_base_is_nothing():
     assert Duration(30, 5).beyond(Duration(10, 1)) == Duration(20, 5)
     assert Duration(30, 5).beyond(Duration(40, 1)) == Duration(0, 5)
+
+
+def test_a_duration_grows_with_its_spread():
+    assert Duration(30, 5).times(1.5) == Duration(45, 8)

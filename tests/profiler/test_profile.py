@@ -102,6 +102,7 @@ def changed(path: list[str | int], value: object) -> str:
         (["layers"], [1, 1], r"layers name the entries \[1\], of which there are 2"),
         (["ties", 0, "layers"], [0, 3], r"a tie of the layers \(0, 3\) out of 3"),
         (["loss", "microbatches", 0, "microbatch_size"], 2, r"microbatches of \(1,\), the loss"),
+        (["slowdown"], 0, "slowdown: .*greater than 0"),
         (["link", "bytes_per_second"], 0, "bytes_per_second: .*greater than or equal to 1"),
     ],
 )

@@ -11,6 +11,7 @@ def test_all_there_is_to_read():
             layer("Embedding"),
             layer("Block", forward_ns=1_500_000, backward_ns=3_000_000, stash_bytes=2_500_000),
         ),
+        slowdown=1.25,
         overhead=OverheadProfile(op_ns=50_000, message_ns=20_000, batch_ns=300_000),
         link=LinkProfile(latency_ns=100_000, bytes_per_second=2 * 10**9),
     )
@@ -20,5 +21,6 @@ def test_all_there_is_to_read():
     )
     assert "Block 2 1 1.500 0.000 3.000 0.000 0.000 0.000 2.500 0.000 0.000" in lines
     assert "executor: 50 us a forward or backward, 20 us a message, 300 us a batch" in lines
+    assert any(line.startswith("clock: 1.25 times the processor time") for line in lines)
     assert "link: 100 us, 2.00 GB/s" in lines
     assert "model: 3 layers, 6 parameters" in lines  # the tied ones once

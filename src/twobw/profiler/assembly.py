@@ -26,6 +26,10 @@ class Duration:
         low, _, high = quantiles(samples, n=4, method="inclusive")
         return Duration(round(median(samples)), round(high - low))
 
+    def times(self, factor: float) -> Duration:
+        """So much longer."""
+        return Duration(round(self.ns * factor), round(self.spread_ns * factor))
+
     def beyond(self, base: Duration) -> Duration:
         """What there is above a base, at least 0."""
         return Duration(max(self.ns - base.ns, 0), self.spread_ns)

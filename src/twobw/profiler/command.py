@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from twobw.config import Config
 from twobw.profiler.device import find_device
 from twobw.profiler.table import profile_text
-from twobw.training.run_folder import replacing
+from twobw.training.run_folder import write_text
 
 
 def run_profile_command(config: Config, sizes: str, device: str | None, out: Path | None) -> str:
@@ -28,18 +29,30 @@ def run_profile_command(config: Config, sizes: str, device: str | None, out: Pat
     if spec is not None:
         spec.flops_per_second(config.training.precision, 1)
     path = out or Path(config.run.folder, f"{config.run.name}.profile.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        if spec is None:
-            from twobw.profiler.measure import measure_profile
+    _check_writable(path)
+    if spec is None:
+        from twobw.profiler.measure import measure_profile
 
-            profile = measure_profile(config, microbatch_sizes)
-        else:
-            from twobw.profiler.analytic import compute_profile
+        profile = measure_profile(config, microbatch_sizes)
+    else:
+        from twobw.profiler.analytic import compute_profile
 
-            profile = compute_profile(config, microbatch_sizes, spec)
-        temporary.write_text(profile.to_json(), encoding="utf-8")
+        profile = compute_profile(config, microbatch_sizes, spec)
+    write_text(path, profile.to_json())
     return f"{profile_text(profile)}\n\nthe profile is in {path}"
+
+
+def _check_writable(path: Path) -> None:
+    """Make the folder of a file that is to be written.
+
+    Raises:
+        OSError: there cannot be such a file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give the profile the name of a file")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"{path.parent} cannot be written to; give another folder")
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -1,8 +1,8 @@
 """Measuring a `ModelProfile` on this machine, with as many ranks at work as the run will have.
 
-Ranks of one machine compete for its memory bandwidth and its caches. A layer that is timed alone
-is therefore faster than in a run, and a prediction from that too good: two ranks on the two cores
-of a shared virtual machine were XX % slower than one.
+Ranks of one machine share its memory bandwidth and its caches, so that a layer which is timed alone
+may be faster than in a run. All ranks therefore measure the same at once, and their samples count
+together.
 """
 
 from __future__ import annotations
@@ -94,11 +94,16 @@ def _run_rank(
         dist.barrier()
         bench.time_updates()
         advance()
-    samples = _gathered(bench.samples)
+    samples, slowdown = _gathered(bench)
     link, message_ns = _link(config, device, footprints)
     if rank == 0:
-        overhead = OverheadProfile(op_ns=op_ns, message_ns=message_ns, batch_ns=batch_ns)
-        profile = _profile(subject, bench, footprints, samples, overhead, link, device)
+        overhead = OverheadProfile(
+            op_ns=round(op_ns * slowdown),
+            message_ns=round(message_ns * slowdown),
+            batch_ns=round(batch_ns * slowdown),
+        )
+        entries = _entries(subject, bench, footprints, samples, slowdown)
+        profile = _profile(subject, entries, slowdown, overhead, link, device)
         Path(folder, _RESULT).write_text(profile.to_json(), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
@@ -116,11 +121,13 @@ def _footprints(bench: Bench, subject: Subject) -> _Footprints:
     }
 
 
-def _gathered(samples: Samples) -> Samples:
-    """Those of all ranks together, on rank 0."""
-    parts: list[Samples] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, dict(samples))
-    return {key: [ns for part in parts for ns in part[key]] for key in samples}
+def _gathered(bench: Bench) -> tuple[Samples, float]:
+    """The samples of all ranks together, and how much longer they took by the clock."""
+    own = (dict(bench.samples), bench.processor_ns, bench.clock_ns)
+    parts = [own] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    samples = {key: [ns for part in parts for ns in part[0][key]] for key in own[0]}
+    return samples, sum(part[2] for part in parts) / sum(part[1] for part in parts)
 
 
 def _link(
@@ -132,22 +139,17 @@ def _link(
     return time_link(config, device, max(longest, _LONG_MESSAGE_BYTES))
 
 
-def _profile(
-    subject: Subject,
-    bench: Bench,
-    footprints: _Footprints,
-    samples: Samples,
-    overhead: OverheadProfile,
-    link: LinkProfile | None,
-    device: torch.device,
-) -> ModelProfile:
+def _entries(
+    subject: Subject, bench: Bench, footprints: _Footprints, samples: Samples, slowdown: float
+) -> list[LayerProfile]:
+    """Of the distinct layers and the loss: what each takes beyond the trivial layer."""
     trivial = len(bench.layers) - 1
 
     def duration(kind: Kind, number: int, size: int) -> Duration:
         base = Duration.of(samples[kind, trivial, size])
-        return Duration.of(samples[kind, number, size]).beyond(base)
+        return Duration.of(samples[kind, number, size]).beyond(base).times(slowdown)
 
-    def layer(number: int) -> LayerProfile:
+    def entry(number: int) -> LayerProfile:
         update = duration("update", number, 0)
         return layer_profile(
             bench.layers[number],
@@ -165,7 +167,17 @@ def _profile(
             duration("copying update", number, 0).beyond(update),
         )
 
-    entries = [layer(number) for number in range(trivial)]
+    return [entry(number) for number in range(trivial)]
+
+
+def _profile(
+    subject: Subject,
+    entries: Sequence[LayerProfile],
+    slowdown: float,
+    overhead: OverheadProfile,
+    link: LinkProfile | None,
+    device: torch.device,
+) -> ModelProfile:
     config = subject.config
     is_cpu = device.type == "cpu"
     return ModelProfile(
@@ -175,6 +187,7 @@ def _profile(
         device=_cpu_name() if is_cpu else torch.cuda.get_device_name(device),
         num_threads=config.training.num_threads if is_cpu else 0,
         num_ranks=config.num_ranks,
+        slowdown=slowdown,
         precision=config.training.precision,
         optimizer=config.optimizer.name,
         recomputes_attention=config.training.recompute == "attention",

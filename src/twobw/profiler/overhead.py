@@ -12,7 +12,7 @@ from torch import Tensor
 from twobw import Pipeline
 from twobw.config import Config
 from twobw.profiler.profile import LinkProfile
-from twobw.profiler.timing import now_ns, trivial_layer
+from twobw.profiler.timing import clock_ns, trivial_layer
 from twobw.runtime.mesh import distributed_mesh
 from twobw.runtime.messages import Message
 from twobw.runtime.transport import Channel, Transport
@@ -20,13 +20,14 @@ from twobw.training.optimizer import make_lr_scheduler, make_optimizer
 
 _BATCHES = 60
 _MICROBATCHES = (1, 17)
-_PINGS = 30
+_PINGS = 50
 _ARRIVAL_S = 0.004  # by when a small message has surely arrived
 
 
 def time_batches(config: Config, device: torch.device) -> tuple[int, int]:
-    """``op_ns`` and ``batch_ns`` of `OverheadProfile`: batches of few and of many microbatches
-    through a trivial layer, on one stage that waits for nobody. Not within a process group."""
+    """``op_ns`` and ``batch_ns`` of `OverheadProfile`, in processor time: batches of few and of
+    many microbatches through a trivial layer, on one stage that waits for nobody. Not within a
+    process group."""
     few, many = _MICROBATCHES
     short, long = (_batch_ns(config, device, count) for count in _MICROBATCHES)
     op_ns = max(long - short, 0) / (many - few) / 2
@@ -47,17 +48,17 @@ def _batch_ns(config: Config, device: torch.device, num_microbatches: int) -> fl
         precision=config.training.precision,
     ) as pipeline:
         for _ in range(_BATCHES):
-            start_ns = now_ns(device)
-            pipeline.train_step(batch, batch)
-            times.append(now_ns(device) - start_ns)
+            start_ns = time.process_time_ns()
+            float(pipeline.train_step(batch, batch).loss)
+            times.append(time.process_time_ns() - start_ns)
         pipeline.drain()
     return median(times[_BATCHES // 6 :])
 
 
 def time_link(config: Config, device: torch.device, num_bytes: int) -> tuple[LinkProfile, int]:
     """The link between ranks 0 and 1 by messages there and back, and ``message_ns`` of
-    `OverheadProfile`, both through the runtime's transport. Every rank calls it, idle otherwise;
-    what it gives counts on rank 0.
+    `OverheadProfile` in processor time, both through the runtime's transport. Every rank calls it,
+    idle otherwise; what it gives counts on rank 0.
 
     Args:
         config: of the run.
@@ -86,27 +87,28 @@ def _message_ns(transport: Transport, stage: int, short: Tensor, key: int) -> fl
     receives: list[int] = []
     for _ in range(_PINGS):
         transport.expect(peer, Channel.STATE, key)
-        start_ns = time.monotonic_ns()
+        start_ns = time.thread_time_ns()
         transport.send(peer, Channel.STATE, key, Message.of(short))
-        sends.append(time.monotonic_ns() - start_ns)
+        sends.append(time.thread_time_ns() - start_ns)
         time.sleep(_ARRIVAL_S)
-        start_ns = time.monotonic_ns()
+        start_ns = time.thread_time_ns()
         transport.receive(peer, Channel.STATE)
-        receives.append(time.monotonic_ns() - start_ns)
+        receives.append(time.thread_time_ns() - start_ns)
     return (median(sends) + median(receives)) / 2
 
 
 def _one_way_ns(transport: Transport, stage: int, tensor: Tensor, key: int) -> float:
-    """Half of the way there and back."""
+    """Half of the fastest way there and back: what makes another slower is not the link, but a rank
+    that has to wait for a processor."""
     peer = 1 - stage
     times: list[int] = []
     for _ in range(_PINGS):
         transport.expect(peer, Channel.STATE, key)
-        start_ns = now_ns(tensor.device)
+        start_ns = clock_ns(tensor.device)
         if stage == 0:
             transport.send(peer, Channel.STATE, key, Message.of(tensor))
         transport.receive(peer, Channel.STATE)
         if stage == 1:
             transport.send(peer, Channel.STATE, key, Message.of(tensor))
-        times.append(now_ns(tensor.device) - start_ns)
-    return median(times[1:]) / 2
+        times.append(clock_ns(tensor.device) - start_ns)
+    return min(times) / 2

@@ -177,6 +177,8 @@ class ModelProfile(_Record):
         num_threads: threads a rank; 0 for a GPU.
         num_ranks: ranks that were busy on the machine at once: ranks of one machine share its
             memory bandwidth and caches.
+        slowdown: how much longer all took by the clock than in processor time, because of other
+            programs; all times of entries, loss and overhead have been multiplied by it.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         optimizer: name of the optimizer.
         recomputes_attention: whether attention is run again within ``backward_ns`` and is kept
@@ -195,6 +197,7 @@ class ModelProfile(_Record):
     device: Text
     num_threads: Count
     num_ranks: Size = 1
+    slowdown: Annotated[float, Field(gt=0.0)] = 1.0
     precision: Literal["fp32", "bf16", "fp16"]
     optimizer: Text
     recomputes_attention: bool = False

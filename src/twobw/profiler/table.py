@@ -81,6 +81,10 @@ def _rest(profile: ModelProfile) -> str:
     lines = []
     if profile.kind == "measured":
         lines.append(
+            f"clock: {profile.slowdown:.2f} times the processor time, in all times of layers; "
+            "what is above 1 other programs took"
+        )
+        lines.append(
             f"executor: {_us(overhead.op_ns)} a forward or backward, "
             f"{_us(overhead.message_ns)} a message, {_us(overhead.batch_ns)} a batch"
         )
