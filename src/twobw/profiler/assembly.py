@@ -90,7 +90,7 @@ def layer_profile(
         buffer_bytes=_num_bytes([*frozen, *module.buffers()]),
         update_ns=update.ns,
         update_spread_ns=update.spread_ns,
-        version_copy_ns=version_copy.ns,
+        version_copy_ns=0 if weights.is_mixed else version_copy.ns,  # it casts into either slot
         microbatches=tuple(microbatches),
     )
 
