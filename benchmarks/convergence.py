@@ -4,8 +4,11 @@
 
 trains the byte GPT of `convergence.toml` over two processes of one thread each, contestants
 alternating, each with what `delay_emulator.py` found best for it (`convergence_choices.json`). A
-run that is already in `--runs` is not repeated, so that the benchmark can be interrupted. Prints
-losses and times, writes JSON and a plot of the validation loss over tokens and over seconds.
+run that is already in `--runs` is not repeated, so that the benchmark can be interrupted. Losses do
+not depend on how busy the machine is, times do: so the time of a batch is measured apart, in short
+runs of the schedules in turns (`--rounds`; medians of the rounds' medians), and the curves over
+seconds are batches times that, those of a flushed start at the flush's pace. Prints losses and
+times, writes JSON and a plot of the validation loss over tokens and over seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from harness import CONSOLE, OUT, Target, one_thread_each, print_table, report, 
 CONFIG = Path(__file__).with_name("convergence.toml")
 CHOSEN = Path(__file__).with_name("convergence_choices.json")
 FLUSH, PLAIN, DEFAULT, LONGER = "1f1b", "2bw", "default", "longer"
+BATCH_TOKENS = 16 * 128
+PACE_BATCHES, PACE_WARMUP = 60, 10
 TIME_LIMITS = {2: 0.75, 4: 0.89}  # of the flush's time, to its final loss
 
 
@@ -34,15 +39,13 @@ class Curve:
 
     Attributes:
         tokens: trained on before each evaluation.
-        seconds: of training before each.
+        seconds: of training before each, at the pace measured.
         losses: validation, in nats a byte.
-        batch_seconds: median of the run's batches.
     """
 
     tokens: list[int]
     seconds: list[float]
     losses: list[float]
-    batch_seconds: float
 
     def seconds_to(self, loss: float) -> float | None:
         """When the validation loss first was as low as this, between two evaluations by a straight
@@ -69,8 +72,7 @@ class Run:
         return "-".join(str(part) for part in asdict(self).values())
 
     def settings(self) -> dict[str, Any]:
-        contestant = DEFAULT if self.contestant == LONGER else self.contestant
-        chosen = json.loads(CHOSEN.read_text())[self.optimizer][contestant]
+        chosen = json.loads(CHOSEN.read_text())[self.optimizer][base_of(self.contestant)]
         return {
             "optimizer.name": self.optimizer,
             "parallel.num_microbatches": self.microbatches,
@@ -80,35 +82,57 @@ class Run:
         }
 
 
-def train(run: Run, folder: Path) -> Curve:
-    """The run's curve: from its folder if it is there whole, else by training."""
-    if not (folder / run.name / "summary.json").exists():
-        arguments = [f"--{name}={value}" for name, value in run.settings().items()]
-        arguments += [f"--run.folder={folder}", f"--run.name={run.name}"]
+def train(name: str, settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics: from its folder if it is there whole, else by training."""
+    if not (folder / name / "summary.json").exists():
+        arguments = [f"--{setting}={value}" for setting, value in settings.items()]
+        arguments += [f"--run.folder={folder}", f"--run.name={name}"]
         command = [sys.executable, "-m", "twobw", "train", str(CONFIG), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"{run.name} failed:\n{done.stdout}\n{done.stderr}")
-    return read_curve(folder / run.name / "metrics.jsonl")
+            raise RuntimeError(f"{name} failed:\n{done.stdout}\n{done.stderr}")
+    metrics = folder / name / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def read_curve(path: Path) -> Curve:
-    """From a run's metrics."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    batches = [row for row in rows if "tokens_per_second" in row]
-    size = 16 * 128
-    times = [size / row["tokens_per_second"] for row in batches]
+def curve_of(rows: list[dict[str, Any]], num_flushed: int, pace: float, flush_pace: float) -> Curve:
+    """From a run's metrics; paces are seconds a batch."""
     evaluations = [row for row in rows if "validation_loss" in row]
+    counts = [row["num_batches"] for row in evaluations]
     return Curve(
-        tokens=[row["num_batches"] * size for row in evaluations],
-        seconds=[sum(times[: row["num_batches"]]) for row in evaluations],
+        tokens=[count * BATCH_TOKENS for count in counts],
+        seconds=[
+            min(count, num_flushed) * flush_pace + max(count - num_flushed, 0) * pace
+            for count in counts
+        ],
         losses=[row["validation_loss"] for row in evaluations],
-        batch_seconds=median(times),
     )
 
 
+def measure_paces(options: argparse.Namespace) -> dict[tuple[str, str, int], float]:
+    """Seconds a batch by optimizer, contestant and m: medians over rounds in which they take
+    turns, without flushed starts and evaluations."""
+    seconds: dict[tuple[str, str, int], list[float]] = {}
+    quick = {"training.evaluation_batches": 0, "training.evaluate_every": 0}
+    for number, optimizer, m, contestant in itertools.product(
+        range(options.rounds), options.optimizers, options.microbatches, (FLUSH, PLAIN, DEFAULT)
+    ):
+        run = Run(contestant, optimizer, m, 0, PACE_BATCHES)
+        settings = {**run.settings(), **quick, "parallel.flush_batches": 0}
+        rows = train(f"pace-{number}-{run.name}", settings, options.runs)
+        times = [BATCH_TOKENS / row["tokens_per_second"] for row in rows[PACE_WARMUP:]]
+        seconds.setdefault((optimizer, contestant, m), []).append(median(times))
+    return {key: median(times) for key, times in seconds.items()}
+
+
+def base_of(contestant: str) -> str:
+    return DEFAULT if contestant == LONGER else contestant
+
+
 def summarise(
-    curves: dict[Run, Curve], options: argparse.Namespace
+    curves: dict[Run, Curve],
+    paces: dict[tuple[str, str, int], float],
+    options: argparse.Namespace,
 ) -> tuple[list[dict[str, Any]], list[Target]]:
     """A row for each optimizer, m and contestant; and what was asked for."""
     rows, targets = [], []
@@ -130,7 +154,7 @@ def summarise(
                     "loss": mean(last),
                     "deviation": stdev(last) if len(last) > 1 else 0.0,
                     "over_flush": mean(last) / flush,
-                    "batch_seconds": mean(curve.batch_seconds for curve in runs),
+                    "batch_seconds": paces[optimizer, base_of(contestant), m],
                     "seconds": mean(curve.seconds[-1] for curve in runs),
                     "num_reached": len(reached),
                     "time_to_flush_loss": mean(reached) / flush_seconds if reached else None,
@@ -205,6 +229,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batches", type=int, default=400)
     parser.add_argument("--longer", type=float, default=1.05, help="times so many batches, too")
+    parser.add_argument("--rounds", type=int, default=5, help="of the measurement of time")
     parser.add_argument("--runs", type=Path, default=OUT / "convergence")
     parser.add_argument("--plot", type=Path, default=OUT / "convergence.svg")
     parser.add_argument("--json", type=Path, help="instead of out/convergence.json")
@@ -213,16 +238,26 @@ def main() -> None:
     longer = round(options.batches * options.longer)
     contestants = {FLUSH: options.batches, PLAIN: options.batches, DEFAULT: options.batches}
     contestants[LONGER] = longer
-    curves: dict[Run, Curve] = {}
-    for seed, optimizer, m in itertools.product(
-        options.seeds, options.optimizers, options.microbatches
-    ):
-        for contestant, batches in contestants.items():
-            run = Run(contestant, optimizer, m, seed, batches)
-            with one_thread_each():
-                curves[run] = curve = train(run, options.runs)
-            CONSOLE.print(f"{run.name}: {curve.losses[-1]:.4f} in {curve.seconds[-1]:.0f} s")
-    rows, targets = summarise(curves, options)
+    metrics: dict[Run, list[dict[str, Any]]] = {}
+    with one_thread_each():
+        for seed, optimizer, m in itertools.product(
+            options.seeds, options.optimizers, options.microbatches
+        ):
+            for contestant, batches in contestants.items():
+                run = Run(contestant, optimizer, m, seed, batches)
+                metrics[run] = train(run.name, run.settings(), options.runs)
+                CONSOLE.print(f"{run.name}: {metrics[run][-1]['validation_loss']:.4f}")
+        paces = measure_paces(options)
+    curves = {
+        run: curve_of(
+            rows,
+            run.settings().get("parallel.flush_batches", 0),
+            paces[run.optimizer, base_of(run.contestant), run.microbatches],
+            paces[run.optimizer, FLUSH, run.microbatches],
+        )
+        for run, rows in metrics.items()
+    }
+    rows, targets = summarise(curves, paces, options)
     show(rows)
     plot(curves, options.plot)
     results = {
