@@ -115,6 +115,7 @@ def test_text_that_will_not_do_is_refused_before_anything_starts(
         return read_bytes(path)
 
     monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr("twobw.cli.die_on", lambda signals: None)  # Ctrl-C stays pytest's
     for name, size in (
         ("empty.txt", 0),
         ("short.txt", 600),

@@ -17,6 +17,8 @@ CONFIG = """
 name = "gpt-tiny"
 [data]
 paths = ["text.txt"]
+[parallel]
+schedule = "2bw"
 [optimizer]
 lr = 1e-2
 [training]

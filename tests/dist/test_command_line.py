@@ -207,6 +207,25 @@ def test_a_layer_that_raises_has_the_last_word(tmp_path: Path) -> None:
     assert "in failing" in log
 
 
+TOO_FAST = ("--optimizer.name", "sgd", "--optimizer.lr", "1e30", "--training.evaluate_every", "2")
+
+
+def test_a_run_that_diverges_says_so_and_fails(tmp_path: Path) -> None:
+    with started(tmp_path, "twobw", "train", "tiny.toml", *ENDLESS, *TOO_FAST) as command:
+        ended = command.wait()
+    run = tmp_path / "runs/tiny"
+    assert ended.code == 1
+    step = next(row["batch"] + 1 for row in batches_of(run) if row["loss"] is None)
+    assert ended.err == (
+        f"twobw: the loss is nan at step {step}; try a lower optimizer.lr (now 1e+30), more "
+        "optimizer.warmup_batches (now 0), or training.max_grad_norm = 1.0 (now 0, no clipping)\n"
+    )
+    assert "weights   not saved: not finite" in ended.out.splitlines()
+    assert len(batches_of(run)) <= step + 3  # read two batches later, and one more is begun
+    assert not (run / "weights.safetensors").exists()
+    assert not (run / "best.safetensors").exists()
+
+
 def test_a_run_under_torchrun_uses_its_ranks(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2"]
     with started(tmp_path, *torchrun, "-m", "twobw", "train", "tiny.toml") as command:

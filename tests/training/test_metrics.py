@@ -25,6 +25,7 @@ ROW = BatchRow(
     tflops=0.5,
     mfu=0.25,
     samples=16,
+    num_skipped=0,
     stages=(StageRow(0.75, 2, 100), StageRow(1.01, 2, 200)),
 )
 
@@ -42,6 +43,7 @@ def test_a_line_is_there_whole_as_soon_as_it_is_written(tmp_path: Path) -> None:
             "tflops": 0.5,
             "mfu": 0.25,
             "samples": 16,
+            "num_skipped": 0,
             "stages": [
                 {"busy_fraction": 0.75, "num_versions": 2, "peak_bytes": 100},
                 {"busy_fraction": 1.01, "num_versions": 2, "peak_bytes": 200},

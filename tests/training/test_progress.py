@@ -15,7 +15,9 @@ from twobw.training.progress import (
 )
 
 
-def row(batch: int, grad_norm: float | None = 0.75, mfu: float | None = None) -> BatchRow:
+def row(
+    batch: int, grad_norm: float | None = 0.75, mfu: float | None = None, num_skipped: int = 0
+) -> BatchRow:
     stages = (StageRow(0.96, 2, 2**28), StageRow(0.9, 2, 2**29))
     return BatchRow(
         batch,
@@ -26,6 +28,7 @@ def row(batch: int, grad_norm: float | None = 0.75, mfu: float | None = None) ->
         tflops=0.0512,
         mfu=mfu,
         samples=16 * (batch + 1),
+        num_skipped=num_skipped,
         stages=stages,
     )
 
@@ -65,6 +68,7 @@ def test_the_line_of_a_batch_has_torchtitans_form() -> None:
         "tflops: 0.0512  mfu: n/a  bubble: 4%/10%"
     )
     assert "grad_norm" not in figures(row(0, grad_norm=None), num_ranks=2)
+    assert "  grad_norm: 0.7500  skipped: 3  lr: " in figures(row(0, num_skipped=3), num_ranks=2)
     assert "  mfu: 41.7%  " in figures(row(0, mfu=0.417), num_ranks=2)
 
 

@@ -17,6 +17,7 @@ ROW = BatchRow(
     tflops=0.5,
     mfu=0.25,
     samples=160,
+    num_skipped=0,
     stages=(StageRow(0.75, 2, 2**29), StageRow(0.5, 2, 2**30)),
 )
 
@@ -54,7 +55,7 @@ def test_tags_are_those_of_torchtitan(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_has_no_tag(tmp_path: Path) -> None:
-    row = BatchRow(0, 2.5, None, 0.001, 2000.0, 0.5, None, 16, ROW.stages)
+    row = BatchRow(0, 2.5, None, 0.001, 2000.0, 0.5, None, 16, 0, ROW.stages)
     with TensorBoard(tmp_path, num_ranks=1, sequence_length=32) as board:
         board.write_batch(row)
     tags = scalars_of(tmp_path)

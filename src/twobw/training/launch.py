@@ -32,6 +32,7 @@ from twobw.training.run_folder import (
     SUMMARY,
     WEIGHTS,
     create_run_folder,
+    failure_of,
     failure_path,
     log_path,
     replacing,
@@ -86,7 +87,7 @@ def launch(config: Config) -> int:
         return _report(cause, folder)
     except SignalException:
         return _after_signal(config, folder)
-    return 0
+    return _verdict(folder)
 
 
 def _run_agent(config: Config, folder: Path) -> None:
@@ -164,13 +165,22 @@ def _exits(error: ChildFailedError, config: Config) -> list[Failure]:
 
 def _after_signal(config: Config, folder: Path) -> int:
     if (folder / SUMMARY).is_file():
-        _say(f"stopped as asked; the weights are in {folder / WEIGHTS}")
-        return 0
+        if not (code := _verdict(folder)):
+            _say(f"stopped as asked; the weights are in {folder / WEIGHTS}")
+        return code
     cause = _cause(config, folder, [])
     if cause is not None and not cause.lost_peer:
         return _report(cause, folder)
     _say("stopped before training had begun; nothing was saved")
     return 128 + signal.SIGINT
+
+
+def _verdict(folder: Path) -> int:
+    """The exit code of a run whose ranks all ended in order; what went wrong is said."""
+    failure = failure_of(folder)
+    if failure:
+        _say(f"twobw: {failure}")
+    return 1 if failure else 0
 
 
 def _cause(config: Config, folder: Path, exits: list[Failure]) -> Failure | None:

@@ -194,6 +194,8 @@ class _Loop:
             step = self._pending.popleft()
             if self._report:
                 self._report.add(step.result, step.seconds)
+                if self._report.failure:
+                    self._pipeline.request_stop()
 
     def _evaluate(self) -> None:
         """Evaluate; where that is done on the way, keep the weights that are the best so far."""

@@ -38,6 +38,7 @@ class BatchRow:
         tflops: 10**12 floating-point operations a second, of one rank.
         mfu: these as a part of what the rank's device can do at most; None where that is not known.
         samples: trained on since the start of the run, this batch included.
+        num_skipped: updates that fp16 has skipped since the start, this batch's included.
         stages: by stage.
     """
 
@@ -49,6 +50,7 @@ class BatchRow:
     tflops: float
     mfu: float | None
     samples: int
+    num_skipped: int
     stages: tuple[StageRow, ...]
 
     @property
@@ -176,7 +178,10 @@ class Summary:
         num_batches: batches trained.
         samples: samples trained on.
         tokens: tokens trained on.
-        is_stopped_early: whether it was asked to stop before the last batch of the config.
+        num_skipped: updates that fp16 skipped.
+        is_stopped_early: whether it ended before the last batch of the config: it was asked to,
+            or it failed.
+        failure: why there was no use in going on, and what to try; None where all went well.
         validation_loss_start: loss before training; None where none was asked for.
         validation_loss_end: the same after it.
         validation_loss_best: the lowest of those after the start.
@@ -197,7 +202,9 @@ class Summary:
     num_batches: int
     samples: int
     tokens: int
+    num_skipped: int
     is_stopped_early: bool
+    failure: str | None
     validation_loss_start: float | None
     validation_loss_end: float | None
     validation_loss_best: float | None

@@ -107,11 +107,14 @@ def duration(seconds: float) -> str:
 def figures(row: BatchRow, num_ranks: int) -> str:
     """A batch's figures in the form that torchtitan's log has: tps, tflops and mfu are of one
     rank, the memory is the largest of any stage, the bubble is the part of the batch that each
-    stage was idle. Without clipping there is no grad_norm."""
+    stage was idle. Without clipping there is no grad_norm; once fp16 has skipped updates, their
+    number since the start of the run is there."""
     norm = "" if row.grad_norm is None else f"grad_norm: {row.grad_norm:.4f}  "
+    skipped = f"skipped: {row.num_skipped}  " if row.num_skipped else ""
     mfu = "n/a" if row.mfu is None else f"{row.mfu:.1%}"
     return (
-        f"loss: {row.loss:.4f}  {norm}lr: {row.lr:.2e}  memory: {row.peak_bytes / 2**30:.2f}GiB  "
+        f"loss: {row.loss:.4f}  {norm}{skipped}lr: {row.lr:.2e}  "
+        f"memory: {row.peak_bytes / 2**30:.2f}GiB  "
         f"tps: {row.tokens_per_second / num_ranks:,.0f}  tflops: {row.tflops:.3g}  mfu: {mfu}  "
         f"bubble: {'/'.join(f'{bubble:.0%}' for bubble in row.bubbles)}"
     )

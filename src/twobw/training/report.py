@@ -23,6 +23,7 @@ from twobw.reports.perfetto import chrome_trace
 from twobw.runtime.results import StepResult
 from twobw.training.data import Samples
 from twobw.training.device import own_device, peak_flops
+from twobw.training.divergence import Divergence
 from twobw.training.metrics import (
     BatchRow,
     MetricsWriter,
@@ -113,8 +114,15 @@ class RunReport:
         self._flops_per_token = flops_per_token(config.model.size())
         self._peak_flops = peak_flops(own_device())
         self._num_batches = 0
+        self._num_skipped = 0
+        self._divergence = Divergence(config)
         self._loss = math.nan
         self._validations: list[ValidationRow] = []
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no use in going on; ``None`` as long as all is well."""
+        return self._divergence.failure
 
     def begin(self, data: Samples, split: list[int]) -> None:
         """Say what will be trained on what."""
@@ -142,6 +150,8 @@ class RunReport:
         )
         tokens_per_second = self._tokens(1) / seconds
         flops = self._flops_per_token * tokens_per_second / config.num_ranks
+        is_skipped = bool(result.is_skipped)
+        self._num_skipped += is_skipped
         row = BatchRow(
             batch=result.batch,
             loss=float(result.loss),
@@ -151,10 +161,12 @@ class RunReport:
             tflops=flops / 1e12,
             mfu=None if self._peak_flops is None else flops / self._peak_flops,
             samples=(result.batch + 1) * config.training.global_batch_size,
+            num_skipped=self._num_skipped,
             stages=stages,
         )
         self._num_batches = result.batch + 1
         self._loss = row.loss
+        self._divergence.add(row.batch, row.loss, is_skipped)
         self._averages.add(stages)
         self._metrics.write(row)
         self._progress.update(row)
@@ -189,8 +201,13 @@ class RunReport:
         save_weights(weights, self._config.model.size(), self._folder / BEST_WEIGHTS)
 
     def finish(self, outcome: Outcome) -> None:
-        """Write the results, the summary last, and say what came of the run."""
-        save_weights(outcome.weights, self._config.model.size(), self._folder / WEIGHTS)
+        """Write the results, the summary last, and say what came of the run. Weights that are not
+        finite are of no use and not saved."""
+        has_finite_weights = all(bool(w.isfinite().all()) for w in outcome.weights.values())
+        loss = self._validations[-1].validation_loss if self._validations else 0.0
+        self._divergence.end(self._num_batches, loss, has_finite_weights)
+        if has_finite_weights:
+            save_weights(outcome.weights, self._config.model.size(), self._folder / WEIGHTS)
         write_json(self._folder / TIMELINE, chrome_trace(outcome.timeline), indent=None)
         summary = self._summary(outcome)
         write_json(self._folder / SUMMARY, asdict(summary))
@@ -206,14 +223,17 @@ class RunReport:
         tokens = self._tokens(self._num_batches)
         losses = {row.num_batches: row.validation_loss for row in self._validations}
         accuracies = {row.num_batches: row.validation_accuracy for row in self._validations}
-        writes = isinstance(self._config.model.size(), GPTConfig)  # a BERT cannot write text
+        # A BERT cannot write text, nor can a model that has failed.
+        writes = isinstance(self._config.model.size(), GPTConfig) and self.failure is None
         best = best_of(self._validations)
         return Summary(
             schedule=self._config.parallel.schedule,
             num_batches=self._num_batches,
             samples=self._num_batches * training.global_batch_size,
             tokens=tokens,
+            num_skipped=self._num_skipped,
             is_stopped_early=self._num_batches < training.num_batches,
+            failure=self.failure,
             validation_loss_start=finite(losses.get(0)),
             validation_loss_end=finite(losses.get(self._num_batches)),
             validation_loss_best=best.validation_loss if best else None,
@@ -271,10 +291,11 @@ def describe(summary: Summary, folder: Path, command: str) -> str:
         f"{summary.num_batches:,} batches, {summary.tokens:,} tokens in "
         f"{duration(summary.train_seconds)}: {summary.tokens_per_second:,.0f} tokens/s",
     ]
-    if summary.validation_loss_start is not None and summary.validation_loss_end is not None:
+    if summary.validation_loss_start is not None:
+        end = summary.validation_loss_end
         lines.append(
             f"validation loss {summary.validation_loss_start:.4f} at the start, "
-            f"{summary.validation_loss_end:.4f} at the end, in {summary.loss_unit}"
+            f"{'not finite' if end is None else f'{end:.4f}'} at the end, in {summary.loss_unit}"
         )
     start, end = summary.validation_accuracy_start, summary.validation_accuracy_end
     if start is not None and end is not None:
@@ -290,9 +311,10 @@ def describe(summary: Summary, folder: Path, command: str) -> str:
         lines += [f"  | {line}" for line in summary.sample.splitlines()]
         words = ["sample", str(folder), "--prompt", summary.prompt]
         use = f" ({command} {shlex.join(words)})"
+    is_saved = (folder / WEIGHTS).is_file()
     lines += [
         f"timeline  {folder / TIMELINE} (open it in ui.perfetto.dev)",
-        f"weights   {folder / WEIGHTS}{use}",
+        f"weights   {folder / WEIGHTS}{use}" if is_saved else "weights   not saved: not finite",
     ]
     if (best := folder / BEST_WEIGHTS).is_file():
         lines.append(

@@ -46,6 +46,12 @@ def failure_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.failure.json"
 
 
+def failure_of(folder: Path) -> str | None:
+    """Why the run that has left its summary here failed; ``None`` if it did not."""
+    failure: str | None = json.loads((folder / SUMMARY).read_text("utf-8"))["failure"]
+    return failure
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside ``path``; on success it takes the place of ``path`` in one step.

@@ -16,7 +16,7 @@ from typing import NoReturn
 from twobw.config import Config, ConfigError, read_resolved_config, write_resolved_config
 from twobw.training.failures import last_words, record_failure, record_termination, stage_of
 from twobw.training.invocation import invocation
-from twobw.training.run_folder import CONFIG, create_run_folder, log_path, replacing
+from twobw.training.run_folder import CONFIG, create_run_folder, failure_of, log_path, replacing
 from twobw.training.stopping import die_on, die_with_parent, report_termination
 
 _AFTER_THE_CAUSE_S = 2.0
@@ -80,6 +80,9 @@ def run_rank(config: Config) -> int:
     except Exception as error:
         _report(folder, rank, stage_of(rank, dp), error)
         _exit_at_once()
+    if rank == 0 and (failure := failure_of(folder)):
+        sys.stderr.write(f"twobw: {failure}\n")
+        return 1
     return 0
 
 
