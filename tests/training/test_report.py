@@ -153,3 +153,23 @@ def test_updates_that_fp16_skips_are_counted_and_no_failure(folder: Path, tmp_pa
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["num_skipped"], summary["is_stopped_early"]) == (2, False)
     assert failure_of(folder) is None
+
+
+@pytest.mark.parametrize(("precision", "known"), [("fp32", False), ("bf16", True)])
+def test_mfu_is_of_the_16_bit_peak_and_so_of_16_bit_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, known: bool
+) -> None:
+    monkeypatch.setattr("twobw.training.report.peak_flops", lambda device: 1e12)
+    config = load_config(write(tmp_path, training={"precision": precision}))
+    reported(config, folder, [5.5], [], 0.5)
+    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert (row["mfu"] is not None) == known
+    assert row["mfu"] is None or row["mfu"] == pytest.approx(row["tflops"])
+
+
+def test_a_measured_update_lag_is_told(folder: Path, tmp_path: Path) -> None:
+    lines = Lines()
+    with MetricsWriter(folder / "metrics.jsonl") as metrics:
+        report = RunReport(load_config(write(tmp_path)), folder, "twobw", metrics, lines)
+        report.switched(8, 1)
+    assert lines == ["2bw-fresh from step 9: update_lag is 1 microbatch, as measured"]

@@ -130,6 +130,7 @@ class _Loop:
         self._evaluation = Evaluation(config, data, pipeline, self._placement)
         self._checks_replicas = config.parallel.dp > 1 and config.parallel.check_replicas_every > 0
         self._watch = _Stopwatch()
+        self._update_lag = pipeline.update_lag
         self._num_batches = 0
         self._pending: deque[_Step] = deque()
 
@@ -154,6 +155,10 @@ class _Loop:
 
     def _train_batch(self) -> StepResult:
         result = self._pipeline.train_step(*self._batch(self._num_batches))
+        if self._report and self._update_lag != (lag := self._pipeline.update_lag):
+            self._update_lag = lag
+            if lag:
+                self._report.switched(self._num_batches, lag)
         self._num_batches += 1
         self._pending.append(_Step(result, self._watch.lap()))
         self._log(_LOG_LAG)

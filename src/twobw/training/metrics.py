@@ -36,7 +36,8 @@ class BatchRow:
         lr: the learning rate that this batch's update uses.
         tokens_per_second: of this batch, by stage 0's clock, all ranks together.
         tflops: 10**12 floating-point operations a second, of one rank.
-        mfu: these as a part of what the rank's device can do at most; None where that is not known.
+        mfu: these as a part of what the rank's device can do at most in 16 bits; None where that is
+            not known, and in fp32.
         samples: trained on since the start of the run, this batch included.
         num_skipped: updates that fp16 has skipped since the start, this batch's included.
         stages: by stage.

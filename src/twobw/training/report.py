@@ -112,7 +112,8 @@ class RunReport:
         self._progress = progress
         self._board = board
         self._flops_per_token = flops_per_token(config.model.size())
-        self._peak_flops = peak_flops(own_device())
+        is_16_bit = config.training.precision != "fp32"
+        self._peak_flops = peak_flops(own_device()) if is_16_bit else None
         self._num_batches = 0
         self._num_skipped = 0
         self._divergence = Divergence(config)
@@ -123,6 +124,14 @@ class RunReport:
     def failure(self) -> str | None:
         """Why there is no use in going on; ``None`` as long as all is well."""
         return self._divergence.failure
+
+    def switched(self, num_batches: int, update_lag: int) -> None:
+        """Say that the schedule has begun with a measured update lag, after so many batches."""
+        what = "microbatch" if update_lag == 1 else "microbatches"
+        self._progress.note(
+            f"{self._config.parallel.schedule} from step {num_batches + 1}: update_lag is "
+            f"{update_lag} {what}, as measured"
+        )
 
     def begin(self, data: Samples, split: list[int]) -> None:
         """Say what will be trained on what."""
