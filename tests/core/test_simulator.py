@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.strategies import generated
-from twobw.core.costs import LinkCost, StageCost
+from twobw.core.costs import LinkCost, OverheadCost, SharedReduction, StageCost
 from twobw.core.generators import generate
 from twobw.core.grid import parse_grid
 from twobw.core.lowering import lower
@@ -157,3 +157,92 @@ def test_a_schedule_that_never_ends_is_refused() -> None:
 def test_a_wrong_number_of_costs_is_refused() -> None:
     with pytest.raises(ValueError, match="stages has 1 costs for 2 stages"):
         simulate(generate("gpipe", 2, 2, 1), [COST])
+
+
+def spans_by_op(timeline: Timeline) -> dict[tuple[int, str], tuple[int, int]]:
+    return {(s.rank, str(s.op)): (s.start_ns, s.end_ns) for s in timeline.spans}
+
+
+def test_a_message_takes_its_bytes_over_the_bandwidth_and_the_latency_beside() -> None:
+    stages = [StageCost(10, 20, output_bytes=3_000), StageCost(10, 20)]
+    link = LinkCost(latency_ns=7, bytes_per_second=1e12)
+    spans = spans_by_op(simulate(generate("gpipe", 2, 2, 1), stages, link))
+    assert spans[0, "SA0@0"] == (10, 13)
+    assert spans[1, "RA0@0"] == (0, 20)
+    assert spans[1, "F0@0"] == (20, 30)
+    assert spans[1, "SG0@0"] == (60, 63)  # the gradient is as large
+    assert spans[0, "B0@0"] == (70, 90)
+
+
+def test_each_link_has_its_own_cost() -> None:
+    links = [LinkCost(1), LinkCost(5)]
+    spans = spans_by_op(simulate(generate("gpipe", 3, 1, 1), StageCost(10, 20), links))
+    assert [spans[stage, "F0@0"][0] for stage in range(3)] == [0, 11, 26]
+
+
+def test_an_update_waits_for_its_reduction_and_no_other_op_does() -> None:
+    schedule = generate("1f1b", 1, 2, 2)
+    spans = spans_by_op(simulate(schedule, StageCost(10, 20, update_ns=5, reduce_ns=40)))
+    assert spans[0, "R1@1"] == (60, 100)
+    assert spans[0, "U1@1"] == (100, 105)
+    deferred = spans_by_op(
+        simulate(generate("2bw", 1, 2, 3, defer_update=True), StageCost(10, 20, 5, reduce_ns=40))
+    )
+    assert deferred[0, "R1@1"] == (60, 100)
+    assert deferred[0, "F2@0"] == (60, 70)
+    assert deferred[0, "U1@1"] == (120, 125)  # before the first forward that needs it
+
+
+def test_reductions_of_a_rank_follow_each_other() -> None:
+    schedule = generate("2bw", 1, 1, 3, defer_update=True)
+    timeline = simulate(schedule, StageCost(10, 20, reduce_ns=70))
+    lane = [(s.start_ns, s.end_ns) for s in timeline.spans if s.lane == "reduce"]
+    assert lane == [(30, 100), (100, 170), (170, 240)]
+
+
+def test_a_shared_reduction_waits_for_all_its_stages() -> None:
+    schedule = generate("gpipe", 2, 1, 1)
+    reductions = [SharedReduction((0, 1), 4)]
+    spans = spans_by_op(simulate(schedule, StageCost(10, 20, reduce_ns=8), None, None, reductions))
+    assert spans[1, "R0@1"] == (40, 72)  # stage 0's backward ends at 60
+    assert spans[0, "R0@1"] == (60, 72)
+    tied = [SharedReduction((0, 2)), SharedReduction((0, 1, 2), 5)]
+    three = spans_by_op(
+        simulate(generate("gpipe", 3, 1, 1), StageCost(10, 20, 0, 8), None, None, tied)
+    )
+    assert [three[stage, "R0@1"][1] for stage in range(3)] == [103, 103, 103]
+
+
+def test_reductions_that_nobody_can_end_are_refused() -> None:
+    text = """rank 0 | 0:F0@0 1:F0@0 1:B0@0 1:R0@1 1:U0@1 0:B0@0 0:R0@1 0:U0@1"""
+    schedule = parse_grid(text, generate("gpipe", 2, 1, 1))
+    assert simulate(schedule, COST).makespan_ns == 60
+    with pytest.raises(ValueError, match="never ends: updates and reductions wait"):
+        simulate(schedule, COST, None, None, [SharedReduction((0, 1))])
+
+
+def test_overhead_stands_beside_the_layers() -> None:
+    overhead = OverheadCost(op_ns=3, message_ns=2, batch_ns=50)
+    spans = spans_by_op(
+        simulate(generate("gpipe", 2, 2, 1), StageCost(10, 20), LinkCost(4), overhead)
+    )
+    assert spans[0, "F0@0"] == (50, 63)
+    assert spans[0, "SA0@0"] == (65, 69)
+    assert spans[0, "F1@0"] == (65, 78)
+    assert spans[1, "RA0@0"] == (50, 69)
+    assert spans[1, "F0@0"] == (71, 84)
+
+
+def test_a_pipeline_of_replicas_keeps_its_pace_where_reductions_fit() -> None:
+    stages = [StageCost(10, 20, reduce_ns=100)] * 2
+    hidden = simulate(generate("2bw", 2, 8, 12, defer_update=True), stages)
+    assert batch_ns(hidden) == 8 * 30
+    exposed = simulate(generate("1f1b", 2, 8, 12), stages)
+    assert batch_ns(exposed) == 9 * 30 + 100
+
+
+def test_costs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="links has 2 costs for 2 stages"):
+        simulate(generate("gpipe", 2, 2, 1), COST, [LinkCost(), LinkCost()])
+    with pytest.raises(ValueError, match=r"a reduction of stages \(0, 2\), but there are 2"):
+        simulate(generate("gpipe", 2, 2, 1), COST, None, None, [SharedReduction((0, 2))])
