@@ -455,3 +455,33 @@ def test_forward_gives_the_outputs_of_the_whole_batch() -> None:
     model = without_buffers()
     model.load_state_dict(state)
     torch.testing.assert_close(outputs, model.eval()(inputs))
+
+
+# Those that torch has but for LBFGS, which evaluates the loss itself, SparseAdam, which takes sparse
+# gradients, and Muon, which takes matrices (tests/training/test_optimizer.py).
+ANY_OPTIMIZER = [
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+]
+
+
+@pytest.mark.parametrize("name", ANY_OPTIMIZER)
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_any_optimizer(schedule: str, name: str) -> None:
+    def optimizer(named: list) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(named, lr=0.01)
+
+    model, data = build(), build_data()
+    state, losses, _ = run(model, data, schedule, pp=3, optimizer=optimizer)
+    assert train(model, nn.MSELoss(), optimizer, data, 2, SEED, delay=DELAY[schedule]) == losses
+    assert_equal(state, model.state_dict())
