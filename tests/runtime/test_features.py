@@ -457,8 +457,8 @@ def test_forward_gives_the_outputs_of_the_whole_batch() -> None:
     torch.testing.assert_close(outputs, model.eval()(inputs))
 
 
-# Those that torch has but for LBFGS, which evaluates the loss itself, SparseAdam, which takes sparse
-# gradients, and Muon, which takes matrices (tests/training/test_optimizer.py).
+# Those that torch has, but for LBFGS, which evaluates the loss itself, SparseAdam, which takes
+# sparse gradients, and Muon, which takes matrices (tests/training/test_optimizer.py).
 ANY_OPTIMIZER = [
     "ASGD",
     "Adadelta",
