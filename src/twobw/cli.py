@@ -167,7 +167,7 @@ def sample(
     top_k: _Int | None = None,
     seed: _Int = 0,
 ) -> None:
-    """Write text with the weights of a run.
+    """Write text with the weights of a run: those it ended with, even where it kept better ones.
 
     Parameters
     ----------

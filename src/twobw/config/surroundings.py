@@ -31,7 +31,7 @@ def not_at_hand(
     if run and run.tensorboard and find_spec("tensorboard") is None:
         yield (
             "run.tensorboard = true: the package tensorboard is not installed; "
-            "pip install 'twobw[tensorboard]', or set it to false"
+            "pip install tensorboard, or set it to false"
         )
 
 

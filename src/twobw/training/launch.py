@@ -76,6 +76,9 @@ def launch(config: Config) -> int:
     # Ranks of one machine meet on the loopback, whatever its name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ["OMP_NUM_THREADS"] = str(config.training.num_threads)
+    # After Ctrl-C: waits inside the pipeline are bounded by timeout_s, and a second Ctrl-C does not
+    # wait. Not by LaunchConfig, which knew no such limit at first: there ranks have 30 seconds.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(config.training.timeout_s) + 60)
     # torch's agent reports each death at length; the ranks' logs and our last words say it all.
     logging.disable(logging.CRITICAL)
     try:
@@ -105,8 +108,6 @@ def _run_agent(config: Config, folder: Path) -> None:
         max_restarts=0,
         # All others are handled by _signals_forwarded; the list must not be empty.
         signals_to_handle="SIGQUIT",
-        # Waits inside the pipeline are bounded by timeout_s; a second Ctrl-C does not wait.
-        shutdown_timeout=int(config.training.timeout_s) + 60,
     )
     # -P: the current folder must not stand before the standard library, as it does under -m.
     worker = ["-P", "-m", "twobw.training.worker", str(folder), str(os.getpid()), invocation()]
