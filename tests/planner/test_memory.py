@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.planner.support import layer, profile
 from twobw.planner.configuration import Configuration, Training
-from twobw.planner.memory import StageMemory, kept_bytes, stage_memory
+from twobw.planner.memory import MemoryTable, StageMemory, kept_bytes, stage_memory
 from twobw.profiler.profile import MicrobatchProfile, ModelProfile
 
 TRAINING = Training(global_batch_size=8)
@@ -181,3 +181,18 @@ def test_what_is_kept_is_what_the_profile_says(parts: list[tuple[int, int, int]]
     model = profile(entries[:-1], loss=entries[-1])
     costs: list[MicrobatchProfile] = [entry.at(1) for entry in entries]
     assert kept_bytes(costs) == model.stash_bytes(0, model.num_layers, 1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "stage"])
+def test_the_table_of_all_stages_says_the_same(recompute: str) -> None:
+    loss = layer("loss", stash_bytes=70, handed_bytes=30)
+    entries = [layer(num_parameters=n, stash_bytes=n, handed_bytes=3 * n) for n in (5, 20, 11)]
+    model = profile(entries, [0, 1, 1, 1, 2], loss=loss)
+    configuration = Configuration(3, 2, 1, 4, "2bw", recompute=recompute)  # type: ignore[arg-type]
+    table = MemoryTable(model, TRAINING, 1, configuration.recompute)
+    for split in ([1, 2, 2], [2, 2, 1], [3, 1, 1]):
+        for stage in range(3):
+            first, end = sum(split[:stage]), sum(split[: stage + 1])
+            expected = stage_memory(model, TRAINING, configuration, split, stage)
+            assert table.stage(configuration, stage, first, end, defers=True) == expected
+            assert table.totals(configuration, stage, defers=True)[first, end] == expected.total

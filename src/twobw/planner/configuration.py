@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Literal
 
 from twobw.core.generators import options_of, stage_rule
@@ -81,13 +82,26 @@ class Configuration:
             "update_lag": self.update_lag if defers else 0,
             "defer_update": defers,
         }
-        known = options_of(self.schedule)
+        known = known_options(self.schedule)
         return {option: value for option, value in given.items() if value and option in known}
 
     def rule(self, stage: int, *, defers: bool) -> StageRule:
         """The schedule's rule for a stage."""
-        options = self.options(defers=defers)
-        return stage_rule(self.schedule, stage, self.pp, self.num_microbatches, **options)
+        options = tuple(self.options(defers=defers).items())
+        return _rule(self.schedule, stage, self.pp, self.num_microbatches, options)
+
+
+@cache
+def known_options(schedule: str) -> frozenset[str]:
+    """The options that a schedule has."""
+    return frozenset(options_of(schedule))
+
+
+@lru_cache(maxsize=1 << 16)
+def _rule(
+    schedule: str, stage: int, pp: int, num_microbatches: int, options: tuple[tuple[str, int], ...]
+) -> StageRule:
+    return stage_rule(schedule, stage, pp, num_microbatches, **dict(options))
 
 
 def needs_other_ranks(

@@ -6,9 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
-from twobw.planner.configuration import Configuration, Training, defers_updates
+import numpy as np
+import numpy.typing as npt
+
+from twobw.planner.configuration import Configuration, Recompute, Training, defers_updates
 from twobw.profiler.profile import MicrobatchProfile, ModelProfile
+
+Bytes = npt.NDArray[np.int64]
+Number = TypeVar("Number", int, npt.NDArray[np.int64])
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are summed over replicas in flat copies of at most so much."""
@@ -95,40 +102,165 @@ def stage_memory(
     """
     split = tuple(split)
     first = sum(split[:stage])
-    layers = [profile.layer(index) for index in range(first, first + split[stage])]
-    defers = defers_updates(profile, training, configuration, split)
-    rule = configuration.rule(stage, defers=defers)
-    weights = sum(layer.parameter_bytes for layer in layers)
-    gradients = sum(layer.gradient_bytes for layer in layers)
-    optimizer = sum(layer.optimizer_bytes for layer in layers)
-    shares = configuration.dp if training.shard_optimizer else 1
-    stash = stash_of(profile, configuration, first, first + split[stage])
-    return StageMemory(
-        weights=weights,
-        older_versions=(rule.num_versions - 1) * weights,
-        lookahead=weights if _keeps_plain_copy(profile, training, configuration, stage) else 0,
+    end = first + split[stage]
+    layers = [profile.layer(index) for index in range(first, end)]
+    size, recompute = configuration.microbatch_size, configuration.recompute
+    stash = stash_of(profile, size, recompute, first, end)
+    holdings = _Holdings(
+        weights=sum(layer.parameter_bytes for layer in layers),
         main_weights=sum(layer.main_bytes for layer in layers),
-        gradients=gradients,
-        second_gradients=gradients if rule.defer_update else 0,
-        optimizer=-(-optimizer // shares),
+        gradients=sum(layer.gradient_bytes for layer in layers),
+        optimizer=sum(layer.optimizer_bytes for layer in layers),
         buffers=sum(layer.buffer_bytes for layer in layers),
-        activations=rule.max_in_flight * stash.kept_bytes,
-        logits=rule.max_in_flight * stash.loss_bytes,
+        kept=stash.kept_bytes,
+        kept_by_loss=stash.loss_bytes,
         workspace=stash.workspace_bytes,
-        communication=_communication(profile, configuration, stage, first, split[stage], gradients),
+        received=layers[0].at(size).input_bytes,
+        sent=layers[-1].at(size).output_bytes,
     )
+    defers = defers_updates(profile, training, configuration, split)
+    terms = _terms(holdings, profile, training, configuration, stage, defers=defers)
+    return StageMemory(**terms)
 
 
-def stash_of(profile: ModelProfile, configuration: Configuration, first: int, end: int) -> Stash:
+class MemoryTable:
+    """`stage_memory` of all stages that there can be, for the search of a split that fits.
+
+    Args:
+        profile: of the model.
+        training: what is given.
+        microbatch_size: in samples.
+        recompute: what is run again for the backward.
+    """
+
+    def __init__(
+        self, profile: ModelProfile, training: Training, microbatch_size: int, recompute: Recompute
+    ) -> None:
+        self._profile, self._training = profile, training
+        self._size, self._recompute = microbatch_size, recompute
+        entries = [profile.layer(index) for index in range(profile.num_layers)]
+        costs = [entry.at(microbatch_size) for entry in entries]
+        kept, kept_by_loss, workspace = self._stashes()
+        empty = np.zeros_like(kept)
+        self._holdings = _Holdings(
+            weights=_sums([entry.parameter_bytes for entry in entries]),
+            main_weights=_sums([entry.main_bytes for entry in entries]),
+            gradients=_sums([entry.gradient_bytes for entry in entries]),
+            optimizer=_sums([entry.optimizer_bytes for entry in entries]),
+            buffers=_sums([entry.buffer_bytes for entry in entries]),
+            kept=kept,
+            kept_by_loss=kept_by_loss,
+            workspace=workspace,
+            received=empty + np.array([*(cost.input_bytes for cost in costs), 0])[:, None],
+            sent=empty + np.array([0, *(cost.output_bytes for cost in costs)])[None, :],
+        )
+
+    def totals(self, configuration: Configuration, stage: int, *, defers: bool) -> Bytes:
+        """Bytes of a stage with this number and the layers ``i <= layer < j``, at ``[i, j]``."""
+        terms = _terms(
+            self._holdings, self._profile, self._training, configuration, stage, defers=defers
+        )
+        total: Bytes = sum(terms.values(), np.zeros_like(self._holdings.kept))
+        return total
+
+    def stage(
+        self, configuration: Configuration, stage: int, first: int, end: int, *, defers: bool
+    ) -> StageMemory:
+        """Of one of them."""
+        one = _Holdings(
+            **{
+                field.name: int(getattr(self._holdings, field.name)[first, end])
+                for field in fields(self._holdings)
+            }
+        )
+        terms = _terms(one, self._profile, self._training, configuration, stage, defers=defers)
+        return StageMemory(**terms)
+
+    def _stashes(self) -> tuple[Bytes, Bytes, Bytes]:
+        """Stages of equal layers are looked at once."""
+        num_layers = self._profile.num_layers
+        shape = (num_layers + 1, num_layers + 1)
+        tables = tuple(np.zeros(shape, dtype=np.int64) for _ in range(3))
+        known: dict[tuple[object, ...], Stash] = {}
+        for first in range(num_layers):
+            for end in range(first + 1, num_layers + 1):
+                key = (self._profile.layers[first:end], end == num_layers)
+                if key not in known:
+                    known[key] = stash_of(self._profile, self._size, self._recompute, first, end)
+                stash = known[key]
+                values = (stash.kept_bytes, stash.loss_bytes, stash.workspace_bytes)
+                for table, value in zip(tables, values, strict=True):
+                    table[first, end] = value
+        return tables[0], tables[1], tables[2]
+
+
+def _sums(values: Sequence[int]) -> Bytes:
+    sums = np.concatenate([[0], np.cumsum(np.array(values, dtype=np.int64))])
+    between: Bytes = np.maximum(sums[None, :] - sums[:, None], 0)
+    return between
+
+
+@dataclass(frozen=True, slots=True)
+class _Holdings(Generic[Number]):
+    """What a stage has, before it is known how often: of one stage, or of all that there can be."""
+
+    weights: Number
+    main_weights: Number
+    gradients: Number
+    optimizer: Number
+    buffers: Number
+    kept: Number
+    kept_by_loss: Number
+    workspace: Number
+    received: Number
+    sent: Number
+
+
+def _terms(
+    has: _Holdings[Number],
+    profile: ModelProfile,
+    training: Training,
+    configuration: Configuration,
+    stage: int,
+    *,
+    defers: bool,
+) -> dict[str, Number]:
+    """The terms of `StageMemory` by name."""
+    rule = configuration.rule(stage, defers=defers)
+    shares = configuration.dp if training.shard_optimizer else 1
+    keeps_plain = _keeps_plain_copy(profile, training, configuration, stage)
+    messages = has.received * (MESSAGES_AHEAD + 1) * (stage > 0)
+    messages = messages + has.sent * (MESSAGES_AHEAD + 1) * (stage < configuration.pp - 1)
+    bucket: Any = np.minimum(has.gradients, BUCKET_BYTES) * (configuration.dp > 1)
+    if isinstance(has.gradients, int):
+        bucket = int(bucket)
+    return {
+        "weights": has.weights,
+        "older_versions": has.weights * (rule.num_versions - 1),
+        "lookahead": has.weights * keeps_plain,
+        "main_weights": has.main_weights,
+        "gradients": has.gradients,
+        "second_gradients": has.gradients * rule.defer_update,
+        "optimizer": -(-has.optimizer // shares),
+        "buffers": has.buffers,
+        "activations": has.kept * rule.max_in_flight,
+        "logits": has.kept_by_loss * rule.max_in_flight,
+        "workspace": has.workspace,
+        "communication": messages + bucket,
+    }
+
+
+def stash_of(
+    profile: ModelProfile, microbatch_size: int, recompute: Recompute, first: int, end: int
+) -> Stash:
     """What a microbatch needs in the layers ``first <= layer < end``.
 
     Raises:
         ValueError: the microbatch size was not profiled.
     """
-    size = configuration.microbatch_size
-    layers = [profile.layer(index).at(size) for index in range(first, end)]
-    loss = [profile.loss.at(size)] if end == profile.num_layers else []
-    match configuration.recompute:
+    layers = [profile.layer(index).at(microbatch_size) for index in range(first, end)]
+    loss = [profile.loss.at(microbatch_size)] if end == profile.num_layers else []
+    match recompute:
         case "layer":
             return _stash_of_inputs(layers, loss)
         case "stage":
@@ -194,23 +326,3 @@ def _keeps_plain_copy(
     if not training.lookahead or rule.num_versions < 2:
         return False
     return profile.precision == "fp32" or configuration.schedule == "2bw-fresh"
-
-
-def _communication(
-    profile: ModelProfile,
-    configuration: Configuration,
-    stage: int,
-    first: int,
-    count: int,
-    gradient_bytes: int,
-) -> int:
-    """Messages that are expected, and one of each kind that is sent; and a bucket."""
-    size = configuration.microbatch_size
-    total = 0
-    if stage > 0:
-        total += (MESSAGES_AHEAD + 1) * profile.layer(first).at(size).input_bytes
-    if stage < configuration.pp - 1:
-        total += (MESSAGES_AHEAD + 1) * profile.layer(first + count - 1).at(size).output_bytes
-    if configuration.dp > 1:
-        total += min(gradient_bytes, BUCKET_BYTES)
-    return total
