@@ -84,8 +84,9 @@ class BertConfig(ModelConfig):
 
 
 def _paper(num_layers: int, width: int, num_heads: int) -> GPTConfig:
-    """A GPT of the 2BW paper (section 4): sequences of 512, GPT-2's vocabulary padded to 51200."""
-    return GPTConfig(num_layers, width, num_heads, sequence_length=512, vocab_size=51200)
+    """A GPT of the 2BW paper (section 4): sequences of 512, GPT-2's vocabulary padded to 51200, the
+    matrix of the embedding is the head's."""
+    return GPTConfig(num_layers, width, num_heads, 512, vocab_size=51200, tied=True)
 
 
 def _bytes(num_layers: int, width: int, num_heads: int, sequence_length: int) -> GPTConfig:
