@@ -157,6 +157,104 @@ def schedule(
 
 
 @app.command
+def plan(
+    *,
+    profile: Path,
+    cluster: Path,
+    global_batch: _Int,
+    memory: float | None = None,
+    top: _Int = 10,
+    cost_model: Literal["simulation", "paper"] = "simulation",
+    out: Path | None = None,
+) -> int:
+    """Choose how a model is spread over a cluster: stages, replicas, microbatches, recompute,
+    schedule. Prints the best, what each would take in time and memory, and what does not fit.
+
+    Parameters
+    ----------
+    profile
+        What `twobw profile` has written.
+    cluster
+        A TOML file: devices a node, nodes, memory of a device, links.
+    global_batch
+        Samples of a batch.
+    memory
+        Gigabytes (1e9 bytes) that training may use of a device, instead of the cluster's.
+    top
+        How many to print.
+    cost_model
+        paper is the closed form and the search of the 2BW paper, for comparison.
+    out
+        Where to write the best plan.
+    """
+    from twobw.reports.plan_text import run_plan_command
+
+    text, code = run_plan_command(
+        profile, cluster, global_batch, memory_gb=memory, top=top, cost_model=cost_model, out=out
+    )
+    sys.stdout.write(text + "\n")
+    return code
+
+
+@app.command
+def simulate(
+    plan: Path | None = None,
+    /,
+    *,
+    schedule: str | None = None,
+    stages: _Int | None = None,
+    microbatches: _Int | None = None,
+    batches: _Int = 100,
+    forward_ms: float = 1.0,
+    backward_ms: float = 2.0,
+    transfer_ms: float = 0.0,
+    extra_in_flight: _Int = 0,
+    trace: Path | None = None,
+) -> None:
+    """Play a plan, or a schedule of equal stages, without hardware: time of a batch, and why each
+    rank waits.
+
+    Parameters
+    ----------
+    plan
+        What `twobw plan` has written; or give --schedule.
+    schedule
+        2bw, 2bw-fresh, paci, 1f1b, gpipe, weight-stashing or no-pipeline.
+    stages
+        Pipeline stages.
+    microbatches
+        Microbatches of a batch.
+    batches
+        Length of the run, in batches.
+    forward_ms
+        A microbatch's forward on a stage.
+    backward_ms
+        A microbatch's backward on a stage.
+    transfer_ms
+        A message from one stage to the next.
+    extra_in_flight
+        For 2bw, 2bw-fresh and paci: microbatches in flight beyond the usual, to hide slow links.
+    trace
+        Where to write a few batches for ui.perfetto.dev.
+    """
+    from twobw.reports.timeline_text import run_simulate_command
+
+    text = run_simulate_command(
+        plan,
+        schedule=schedule,
+        num_stages=stages,
+        num_microbatches=microbatches,
+        num_batches=batches,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        transfer_ms=transfer_ms,
+        extra_in_flight=extra_in_flight,
+        trace=trace,
+    )
+    sys.stdout.write(text + "\n")
+
+
+@app.command
 def sample(
     run: Path,
     /,
