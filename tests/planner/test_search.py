@@ -3,6 +3,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from tests.planner.support import cluster, layer, profile
+from twobw.core.memory import memory_over_time, peak_bytes
 from twobw.core.steady import steady_state
 from twobw.planner.candidates import Candidates
 from twobw.planner.configuration import Configuration, Training, defers_updates
@@ -153,3 +154,13 @@ def test_the_papers_planner_ranks_by_its_closed_form() -> None:
     assert all(plan.schedule == ("2bw" if plan.pp > 1 else "1f1b") for plan in plans)
     two = next(p for p in plans if p.pp == 1 and p.dp == 4 and p.microbatch_size == 1)
     assert two.batch_ns == 2 * (6 * 3000 + 20 + 1200)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "2bw-fresh", "1f1b", "gpipe"])
+def test_memory_over_time_peaks_at_what_the_memory_model_says(schedule: str) -> None:
+    plans = find_plans(gpt(), cluster(4), TRAINING, schedules=[schedule], top=60).plans
+    plan = next(plan for plan in plans if plan.pp == 4 and plan.num_microbatches == 8)
+    timeline = steady_state(schedule, 8, plan.cost(), **plan.options).timeline(3)
+    steps = memory_over_time(timeline, plan.stage_bytes(), 8)
+    for stage in range(4):
+        assert peak_bytes(steps[stage]) == plan.stages[stage].memory_bytes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twobw.core.costs import LinkCost, OverheadCost, PipelineCost, SharedReduction, StageCost
+from twobw.core.generators import stage_rule
+from twobw.core.memory import StageBytes
 from twobw.planner.configuration import Placement, Recompute
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -168,6 +171,25 @@ class Plan(_Record):
         )
         reductions = [SharedReduction(r.stages, r.duration_ns) for r in self.reductions]
         return PipelineCost.of(self.pp, stages, links, overhead, reductions)
+
+    def stage_bytes(self) -> dict[int, StageBytes]:
+        """By stage, for memory over time: what `StagePlan.memory` holds at the peak."""
+        return {number: self._stage_bytes(number) for number in range(self.pp)}
+
+    def _stage_bytes(self, number: int) -> StageBytes:
+        stage = self.stages[number]
+        rule = stage_rule(self.schedule, number, self.pp, self.num_microbatches, **self.options)
+        kinds = Counter(stage.memory)
+        stash = (kinds["activations"] + kinds["logits"]) // rule.max_in_flight
+        gradients = kinds["gradients"] + kinds["second_gradients"]
+        held = gradients + kinds["activations"] + kinds["logits"] + kinds["workspace"]
+        return StageBytes(
+            fixed_bytes=stage.memory_bytes - held,
+            gradient_bytes=kinds["gradients"],
+            stash_bytes=stash,
+            forward_bytes=stash + kinds["workspace"],
+            backward_bytes=kinds["workspace"],
+        )
 
     def settings(self) -> dict[str, str]:
         """What a run's config must say, by dotted name."""

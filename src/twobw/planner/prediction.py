@@ -27,11 +27,12 @@ def simulated_ns(
     def period_ns(count: int) -> float:
         return float(steady_state(schedule, count, cost, **options).period_ns)
 
-    shorter = max(_MOST_EVENTS // num_stages, 2 * num_stages)
-    if m <= shorter:
+    longer = max(_MOST_EVENTS // num_stages, 2 * num_stages)
+    if m <= longer:
         return round(period_ns(m))
-    some, more = period_ns(shorter - num_stages), period_ns(shorter)
-    return round(more + (m - shorter) * (more - some) / num_stages)
+    shorter = longer // 2
+    some, more = period_ns(shorter), period_ns(longer)
+    return round(more + (m - longer) * (more - some) / (longer - shorter))
 
 
 def make_plan(
