@@ -249,7 +249,9 @@ class _Searcher:
         """What needs least at a depth: at the smallest microbatch size, with as few replicas as
         are looked at."""
         size = self._profile.microbatch_sizes[0]
-        widths = self._candidates.widths(pp, size) if dp is None else [(dp, pp)]
+        widths = self._candidates.widths(pp, size)
+        if dp is not None:
+            widths = [(dp, self._training.global_batch_size // (dp * size))]
         found = [
             self._least(Configuration(pp, widths[-1][0], size, widths[-1][1], schedule, recompute))
             for recompute in self._candidates.recomputes
