@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -84,7 +85,9 @@ class Run:
 
 def train(name: str, settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics: from its folder if it is there whole, else by training."""
-    if not (folder / name / "summary.json").exists():
+    summary = folder / name / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text())["is_stopped_early"]:
+        shutil.rmtree(folder / name, ignore_errors=True)
         arguments = [f"--{setting}={value}" for setting, value in settings.items()]
         arguments += [f"--run.folder={folder}", f"--run.name={name}"]
         command = [sys.executable, "-m", "twobw", "train", str(CONFIG), *arguments]
