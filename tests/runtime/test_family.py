@@ -150,20 +150,31 @@ def num_copies(pipeline: twobw.Pipeline, rank: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "lookahead", "copies"),
+    ("schedule", "lookahead", "precision", "copies"),
     [
-        ("1f1b", 1.0, [1, 1]),
-        ("2bw", 0.0, [2, 2]),
-        ("2bw", 1.0, [3, 3]),
-        ("2bw-fresh", 0.0, [2, 1]),
-        ("2bw-fresh", 1.0, [3, 1]),
-        ("paci", 0.0, [1, 1]),
+        ("1f1b", 1.0, "fp32", [1, 1]),
+        ("2bw", 0.0, "fp32", [2, 2]),
+        ("2bw", 1.0, "fp32", [3, 3]),
+        ("2bw-fresh", 0.0, "fp32", [2, 1]),
+        ("2bw-fresh", 1.0, "fp32", [3, 1]),
+        ("paci", 0.0, "fp32", [1, 1]),
+        ("2bw", 1.0, "bf16", [3, 3]),  # one of them the fp32 main weights
+        ("2bw-fresh", 1.0, "bf16", [4, 2]),
     ],
 )
-def test_no_copy_more_than_said(schedule: str, lookahead: float, copies: list[int]) -> None:
+def test_no_copy_more_than_said(
+    schedule: str, lookahead: float, precision: str, copies: list[int]
+) -> None:
     layers = [nn.Linear(4, 4), nn.Linear(4, 1)]
     with twobw.Pipeline(
-        layers, nn.MSELoss(), OPTIMIZERS["adamw"], schedule, 2, pp=2, lookahead=lookahead
+        layers,
+        nn.MSELoss(),
+        OPTIMIZERS["adamw"],
+        schedule,
+        2,
+        pp=2,
+        lookahead=lookahead,
+        precision=precision,
     ) as pipeline:
         for _ in range(4):
             pipeline.train_step(torch.ones(4, 4), torch.ones(4, 1))

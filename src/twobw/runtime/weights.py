@@ -122,7 +122,7 @@ class VersionedWeights:
                 f"newest version {self.newest}"
             )
         held = self._slots[version % self.num_slots]
-        if self._extrapolates and not is_stale:
+        if self._extrapolates and not is_stale and version > 0:  # C(0) is W(0)
             held = self._newest_itself(version)
         if held is not self._installed:
             for places, parameter in zip(self._places, held, strict=True):
@@ -138,6 +138,8 @@ class VersionedWeights:
         In mixed precision ``gradients`` are fp32; each parameter's 16-bit gradient is added to
         them as soon as a backward has it, so that no more than one of these exists.
         """
+        if self._installed is self._unextrapolated:
+            self._trains_unextrapolated = True
         if self.is_mixed:
             self._accumulated = gradients
             yield
@@ -172,8 +174,8 @@ class VersionedWeights:
         else:
             self._move_masters(target)
             self._step(everything, gradients, step)
-        if self.is_mixed:
-            self._unextrapolated = None
+        if self.is_mixed and self._unextrapolated is not None:
+            self._renew_unextrapolated(self._unextrapolated)
         if not self._may_change_in_flight:
             increment_version([*target, *(self._unextrapolated or ())])
         self.newest += 1
@@ -228,7 +230,7 @@ class VersionedWeights:
         self.newest = 0
         self._may_change_in_flight = may_change_in_flight
         self._extrapolates = self._lookahead != 0 and num_slots > 1
-        self._unextrapolated = None
+        self._unextrapolated, self._trains_unextrapolated = None, False
         if self._extrapolates and not self.is_mixed:  # the optimizer's Parameters own its storage
             self._unextrapolated, first = first, self._like(first)
             for parameter, master in zip(first, self._masters, strict=True):
@@ -237,7 +239,7 @@ class VersionedWeights:
 
     def _newest_itself(self, version: int) -> list[nn.Parameter]:
         """Parameters for ``W(version)``, where the slots hold extrapolated weights. A 16-bit copy
-        is made when it is asked for, and goes with the next update."""
+        is made when it is asked for."""
         if version != self.newest:
             raise ValueError(
                 f"weight version {version} is held extrapolated only; the newest is {self.newest}"
@@ -247,6 +249,15 @@ class VersionedWeights:
             for parameter, master in zip(self._unextrapolated, self._masters, strict=True):
                 parameter.data.copy_(master.data)
         return self._unextrapolated
+
+    def _renew_unextrapolated(self, copy: Sequence[nn.Parameter]) -> None:
+        """After an update: a copy that is trained through is made anew in its place; one that was
+        made for an evaluation goes."""
+        if not self._trains_unextrapolated:
+            self._unextrapolated = None
+            return
+        for parameter, master in zip(copy, self._masters, strict=True):
+            parameter.data.copy_(master.data)
 
     def _add_in_fp32(self, index: int, parameter: Tensor) -> None:
         """Called when a backward has the whole gradient of a parameter."""
