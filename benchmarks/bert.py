@@ -30,7 +30,7 @@ FLUSH, DEFAULT = "flush", "default"
 PRE_TRAINING, FINE_TUNING, FROM_RANDOM = "pre-training", "fine-tuning", "from-random"
 GAIN = 0.10  # of accuracy, asked of pre-training
 QUICK = {
-    "training.num_batches": "4",
+    "training.num_batches": "12",
     "training.evaluation_batches": "1",
     "optimizer.warmup_batches": "1",
 }
