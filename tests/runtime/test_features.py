@@ -79,6 +79,10 @@ def momentum(named: list) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.02, momentum=0.9)
 
 
+def sgd_of_trainable(named: list) -> torch.optim.Optimizer:
+    return momentum([(name, p) for name, p in named if p.requires_grad])
+
+
 class TestRecompute:
     @pytest.mark.parametrize("recompute", ["layer", "stage", "attention"])
     @pytest.mark.parametrize(("schedule", "pp"), [("2bw", 3), ("1f1b", 2), ("gpipe", 3)])
@@ -256,7 +260,9 @@ class TestReplicas:
         assert sum(held) == whole_held / 2
         assert max(held) < 0.7 * whole_held / 2
 
-    def test_ignored_targets_falling_unevenly(self) -> None:
+    @pytest.mark.parametrize("m", [1, 2, 4])
+    @pytest.mark.parametrize("pp", [1, 2])
+    def test_ignored_targets_falling_unevenly(self, pp: int, m: int) -> None:
         """The mean is over the targets that count, of all replicas."""
 
         def sum_and_weight(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,7 +275,7 @@ class TestReplicas:
         targets = torch.tensor([0, -100, -100, -100, -100, 2, 1, 0, 1])
         layers = list(copy.deepcopy(model))
         with twobw.Pipeline(
-            layers, sum_and_weight, momentum, "1f1b", 2, pp=2, dp=2, timeout=30
+            layers, sum_and_weight, momentum, "1f1b", m, pp=pp, dp=2, timeout=30
         ) as pipeline:
             result = pipeline.train_step(inputs, targets)
             state = pipeline.full_state_dict()
@@ -279,6 +285,54 @@ class TestReplicas:
         optimizer.step()
         assert float(result.loss) == pytest.approx(loss.item(), rel=1e-6)
         assert_equal(state, model.state_dict(), **SUMMATION)
+
+    @pytest.mark.parametrize(
+        "options", [{"dp": 2}, {"dp": 2, "shard_optimizer": True}, {}], ids=str
+    )
+    def test_parameters_of_several_dtypes(self, options: dict) -> None:
+        class Casts(nn.Module):
+            def __init__(self, dtype: torch.dtype) -> None:
+                super().__init__()
+                self.linear = nn.Linear(6, 6, dtype=dtype)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.linear(x.to(self.linear.weight.dtype))
+
+        torch.manual_seed(0)
+        floats = (torch.float32, torch.float64, torch.float32)
+        model = nn.Sequential(*(Casts(dtype) for dtype in floats))
+        data = [(x, x.sin()) for x, _ in build_data(num_samples=8)]
+        state, _, norms = run(
+            model, data, pp=2, split=[1, 2], optimizer=momentum, max_grad_norm=0.3, **options
+        )
+        optimizer = momentum(list(model.named_parameters()))
+        weights = [copy.deepcopy(model.state_dict())]
+        for k, (x, y) in enumerate(data):
+            older = copy.deepcopy(model)
+            older.load_state_dict(weights[max(k - 1, 0)])
+            nn.functional.mse_loss(older(x), y).backward()
+            for parameter, ran in zip(model.parameters(), older.parameters(), strict=True):
+                parameter.grad = ran.grad
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            assert norms[k] == pytest.approx(norm.item(), rel=1e-5)
+            optimizer.step()
+            weights.append(copy.deepcopy(model.state_dict()))
+        assert_equal(state, model.state_dict(), **SUMMATION)
+
+    def test_a_tied_parameter_in_double_precision_that_one_stage_does_not_use(self) -> None:
+        class Skips(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * 1.0
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Skips(6, 6)).double()
+        model[2].weight = model[0].weight
+        model[2].bias.requires_grad_(False)
+        data = [(x.double(), x.double().sin()) for x, _ in build_data()]
+        state, losses, _ = run(model, data, pp=2, split=[1, 2], optimizer=momentum)
+        optimizer = sgd_of_trainable
+        assert train(model, nn.MSELoss(), optimizer, data, 2, SEED, delay=1) == losses
+        assert_equal(state, model.state_dict())
 
     def test_a_parameter_that_no_replica_uses_has_no_gradient(self) -> None:
         class Skips(nn.Module):
@@ -319,6 +373,21 @@ class TestWeightStashing:
         expected = train_stashed(model, nn.MSELoss(), adamw, data, 2, split, SEED, **clipping)
         assert_equal(state, model.state_dict())
         assert losses == expected
+
+    def test_sums_and_weights_of_replicas_are_refused(self) -> None:
+        """Its updates come before the other stages can know the weights."""
+
+        def sum_and_weight(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            return (output - target).square().sum(), torch.tensor(float(len(output)))
+
+        layers = [nn.Linear(6, 4), nn.Linear(4, 1)]
+        with (
+            twobw.Pipeline(
+                layers, sum_and_weight, adamw, "weight-stashing", 2, pp=2, dp=2, timeout=30
+            ) as pipeline,
+            pytest.raises(ValueError, match="Give the mean, or use another schedule"),
+        ):
+            assert [pipeline.train_step(*pair) for pair in build_data()]
 
 
 class TestPrecision:

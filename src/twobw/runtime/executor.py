@@ -182,12 +182,23 @@ class Executor:
             )
         if weight is not None:
             batch.add_sum(loss.detach(), float(weight))
-            takes_one = self.microbatches_per_update == 1 and float(weight) != 0
-            loss = loss / weight if takes_one else loss
+            if self._updates_by_microbatch(batch):
+                if self._reduction.replicas.size > 1:
+                    raise ValueError(
+                        "loss_fn gave (sum, weight), which with replicas does not go with an "
+                        "update after every microbatch (weight-stashing): other stages do not "
+                        "know the weights in time. Give the mean, or use another schedule"
+                    )
+                loss = loss / weight if float(weight) else loss
         else:
             batch.add_mean(loss.detach(), place)
-            loss = loss if self.microbatches_per_update == 1 else loss * batch.share(place)
+            if not self._updates_by_microbatch(batch):
+                loss = loss * batch.share(place)
         return loss if self._scaler is None else loss * self._scaler.scale(batch.header.batch)
+
+    def _updates_by_microbatch(self, batch: Batch) -> bool:
+        """Whether an update takes less than the batch. One of a single microbatch takes all."""
+        return self.microbatches_per_update < len(batch.sizes)
 
     def _send_activation(self, op: Op) -> None:
         self._send(op, self._mesh.stage + 1, Channel.ACTIVATION)
@@ -232,7 +243,7 @@ class Executor:
             return self._reduction.reduce(gradients, self._divisor(op, batch))
 
     def _divisor(self, op: Op, batch: Batch) -> float:
-        if self.microbatches_per_update == 1:
+        if self._updates_by_microbatch(batch):
             divisor = self._reduction.divisor(batch.sizes[op.microbatch % len(batch.sizes)])
         else:
             divisor = batch.divisor()

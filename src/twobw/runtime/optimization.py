@@ -82,7 +82,7 @@ class Optimization:
     def _send_share(self, owner: int, weights: list[Tensor]) -> None:
         """From the replica that has changed them to the others, in flat buckets."""
         assert self._shards is not None
-        for bucket in buckets(range(len(weights)), [weight.shape for weight in weights]):
+        for bucket in buckets(range(len(weights)), weights):
             own = [weights[index].flatten() for index in bucket]
             flat = own[0] if len(own) == 1 else torch.cat(own)
             self._shards.broadcast(flat, owner)

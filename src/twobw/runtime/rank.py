@@ -113,7 +113,7 @@ class Rank:
         self._reduction = Reduction(
             mesh.replicas,
             mesh.stages,
-            [parameter.shape for _, parameter in self._weights.optimizer_parameters()],
+            [parameter for _, parameter in self._weights.optimizer_parameters()],
             self._device,
             ties=_own_ties(mesh, ties, self._weights.names),
             max_grad_norm=settings.max_grad_norm,

@@ -61,7 +61,7 @@ class Reduction:
     Attributes:
         replicas: the ranks of this stage.
         stages: the ranks of this pipeline.
-        shapes: of this stage's parameters.
+        parameters: of this stage; their gradients have the same shapes and dtypes.
         device: where they are.
         ties: this stage's tied parameters, in an order that all stages share.
         max_grad_norm: clip the global norm to this; ``None``: neither taken nor clipped.
@@ -70,7 +70,7 @@ class Reduction:
 
     replicas: Collective
     stages: Collective
-    shapes: Sequence[torch.Size]
+    parameters: Sequence[Tensor]
     device: torch.device
     ties: Sequence[Tie] = ()
     max_grad_norm: float | None = None
@@ -136,7 +136,9 @@ class Reduction:
         has_one = torch.tensor([float(g is not None) for g in gradients])
         self.replicas.all_reduce(has_one, "max")
         summed: Gradients = [None] * len(gradients)
-        for bucket in buckets([i for i, has in enumerate(has_one.tolist()) if has], self.shapes):
+        for bucket in buckets(
+            [i for i, has in enumerate(has_one.tolist()) if has], self.parameters
+        ):
             pieces = [
                 self._zeros(i).flatten() if (g := gradients[i]) is None else g.flatten()
                 for i in bucket
@@ -147,7 +149,7 @@ class Reduction:
             self.replicas.all_reduce(flat)
             sizes = [piece.numel() for piece in pieces]
             for i, piece in zip(bucket, flat.split(sizes), strict=True):
-                summed[i] = piece.view(self.shapes[i])
+                summed[i] = piece.view(self.parameters[i].shape)
         return summed
 
     def _sum_over_copies(self, tie: Tie, gradient: Tensor | None) -> Tensor | None:
@@ -162,7 +164,8 @@ class Reduction:
         return total
 
     def _zeros(self, index: int) -> Tensor:
-        return torch.zeros(self.shapes[index], device=self.device)
+        parameter = self.parameters[index]
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.device)
 
     def _has_overflowed(self, gradients: Gradients) -> bool:
         finite = all(bool(g.isfinite().all()) for g in present(gradients))
@@ -186,21 +189,26 @@ class Reduction:
         return float(total.item())
 
     def _gather_norms(self, norms: list[Tensor]) -> Tensor:
-        """Those of all stages, in order."""
-        counts = [int(c) for c in self.stages.all_gather(torch.tensor([len(norms)]))]
-        own = torch.stack(norms) if norms else torch.zeros(0)
-        padded = nn.functional.pad(own, (0, max(counts) - len(norms)))
+        """Those of all stages, in order; in double precision if any is."""
+        is_double = any(norm.dtype == torch.float64 for norm in norms)
+        counts = [
+            row.tolist() for row in self.stages.all_gather(torch.tensor([len(norms), is_double]))
+        ]
+        own = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(0).double()
+        padded = nn.functional.pad(own, (0, max(n for n, _ in counts) - len(norms)))
         gathered = self.stages.all_gather(padded)
-        return torch.cat([row[:n] for row, n in zip(gathered, counts, strict=True)])
+        every = torch.cat([row[:n] for row, (n, _) in zip(gathered, counts, strict=True)])
+        return every if any(is_double for _, is_double in counts) else every.float()
 
 
-def buckets(indices: Sequence[int], shapes: Sequence[torch.Size]) -> Iterator[list[int]]:
-    """``indices`` in runs of at most `BUCKET_BYTES` of fp32, or of one."""
+def buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[list[int]]:
+    """``indices`` in runs of one dtype and of at most `BUCKET_BYTES`, or of one."""
     bucket: list[int] = []
     size = 0
     for index in indices:
-        num_bytes = 4 * shapes[index].numel()
-        if bucket and size + num_bytes > BUCKET_BYTES:
+        num_bytes = parameters[index].nbytes
+        is_other = bucket and parameters[index].dtype != parameters[bucket[-1]].dtype
+        if bucket and (is_other or size + num_bytes > BUCKET_BYTES):
             yield bucket
             bucket, size = [], 0
         bucket.append(index)

@@ -164,8 +164,7 @@ class VersionedWeights:
         target = self._slots[(self.newest + 1) % self.num_slots]
         everything = range(len(target))
         if self._extrapolates:
-            shapes = [master.shape for master in self._masters]
-            for bucket in buckets(everything, shapes) if self.is_mixed else [everything]:
+            for bucket in buckets(everything, self._masters) if self.is_mixed else [everything]:
                 self._step_and_extrapolate(bucket, target, gradients, step)
         elif self.is_mixed:
             self._step(everything, gradients, step)
@@ -263,7 +262,8 @@ class VersionedWeights:
         """Called when a backward has the whole gradient of a parameter."""
         gradient, total = parameter.grad, self._accumulated[index]
         assert gradient is not None, "it was just accumulated"
-        self._accumulated[index] = gradient.float() if total is None else total.add_(gradient)
+        in_full = gradient.to(self._masters[index].dtype)
+        self._accumulated[index] = in_full if total is None else total.add_(gradient)
         parameter.grad = None
 
     def _like(self, slot: Sequence[nn.Parameter]) -> list[nn.Parameter]:
