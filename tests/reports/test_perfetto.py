@@ -1,8 +1,16 @@
 import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from twobw.core.costs import LinkCost, StageCost
+from twobw.core.generators import generate
 from twobw.core.ops import Op, OpKind
+from twobw.core.simulator import simulate
 from twobw.core.timeline import Span, Timeline
-from twobw.reports.perfetto import chrome_trace
+from twobw.reports.perfetto import chrome_trace, load_timeline, timeline_of
 
 
 def test_trace_of_two_ranks() -> None:
@@ -40,3 +48,67 @@ def test_trace_of_two_ranks() -> None:
 
 def test_an_empty_timeline_is_an_empty_trace() -> None:
     assert chrome_trace(Timeline((), source="measured"))["traceEvents"] == []
+
+
+def a_simulated_timeline() -> Timeline:
+    stage, link = StageCost(1_000_001, 2_000_003, 500, 900_000, 10**6), LinkCost(7, 11, 1e9)
+    return simulate(generate("2bw", 3, 4, 3), stage, link)
+
+
+def test_each_event_is_as_the_format_wants_it() -> None:
+    """Complete events have name, time, duration, process and thread; those of a thread follow each
+    other, since Perfetto drops what overlaps without nesting; every thread has a name."""
+    trace = json.loads(json.dumps(chrome_trace(a_simulated_timeline()), allow_nan=False))
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in spans:
+        assert isinstance(event["name"], str)
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        assert event["args"]["version"] >= 0
+        threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    for events in threads.values():
+        for one, next_one in pairwise(sorted(events, key=lambda event: event["ts"])):
+            assert one["ts"] + one["dur"] <= next_one["ts"] + 1e-6
+    named = {
+        (event["pid"], event["tid"])
+        for event in trace["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    assert named == set(threads)
+    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
+
+
+@pytest.mark.parametrize("source", ["simulated", "measured"])
+def test_a_trace_reads_back(source: Any, tmp_path: Path) -> None:
+    spans = a_simulated_timeline().spans
+    timeline = Timeline(spans, source)
+    path = tmp_path / "timeline.json"
+    later = Timeline(
+        tuple(Span(s.op, s.rank, s.lane, s.start_ns + 10**15, s.end_ns + 10**15) for s in spans),
+        source,
+    )
+    path.write_text(json.dumps(chrome_trace(later)))
+    first = min(span.start_ns for span in spans)
+    assert first == 0
+    assert load_timeline(path) == timeline
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        ([], "not as twobw writes it"),
+        ({"traceEvents": [{"ph": "X", "pid": 0}], "otherData": {}}, "KeyError: 'args'"),
+        ({"traceEvents": [], "otherData": {"source": "guessed"}}, "its source is 'guessed'"),
+    ],
+)
+def test_other_traces_are_refused(trace: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        timeline_of(trace)
+
+
+def test_a_file_without_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"timeline\.json is no timeline: Expecting"):
+        load_timeline(path)

@@ -6,9 +6,11 @@ is a process of the trace, a lane a thread of it; times are microseconds from th
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from twobw.core.ops import OpKind
+from twobw.core.ops import Op, OpKind
 from twobw.core.timeline import Span, Timeline
 
 # Colour names that the format reserves. Perfetto colours by name, which tells F from B as well.
@@ -33,6 +35,50 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {"source": timeline.source},
     }
+
+
+def load_timeline(path: Path) -> Timeline:
+    """Read a file that holds a `chrome_trace`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it holds no such trace.
+    """
+    try:
+        return timeline_of(json.loads(path.read_bytes()))
+    except ValueError as error:  # of JSON and of Unicode, too
+        raise ValueError(f"{path} is no timeline: {error}") from None
+
+
+def timeline_of(trace: Any) -> Timeline:
+    """The inverse of `chrome_trace`, but for the clock, which starts at the first span.
+
+    Raises:
+        ValueError: it is no trace of a timeline.
+    """
+    try:
+        events = trace["traceEvents"]
+        lanes = {
+            (event["pid"], event["tid"]): str(event["args"]["name"])
+            for event in events
+            if event["ph"] == "M" and event["name"] == "thread_name"
+        }
+        spans = tuple(_span(event, lanes) for event in events if event["ph"] == "X")
+        source = trace["otherData"]["source"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not as twobw writes it ({type(error).__name__}: {error})") from None
+    if source not in ("simulated", "measured"):
+        raise ValueError(f"its source is {source!r}, neither simulated nor measured")
+    return Timeline(spans, source)
+
+
+def _span(event: dict[str, Any], lanes: dict[tuple[int, int], str]) -> Span:
+    args, rank = event["args"], int(event["pid"])
+    places = (int(args[name]) for name in ("stage", "microbatch", "batch", "version"))
+    op = Op(OpKind[event["cat"].upper()], *places)
+    start_ns = round(event["ts"] * 1000)
+    end_ns = start_ns + round(event["dur"] * 1000)
+    return Span(op, rank, lanes[rank, event["tid"]], start_ns, end_ns)
 
 
 def _lanes(timeline: Timeline) -> dict[tuple[int, str], int]:
