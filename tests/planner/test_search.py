@@ -68,6 +68,30 @@ def test_plans_are_what_the_simulator_says_of_them() -> None:
     assert sum(plans[0].losses.values()) == pytest.approx(plans[0].batch_ns, abs=1)
 
 
+def test_the_best_plan_tells_what_it_was_chosen_among() -> None:
+    limit = 80_000
+    search = find_plans(gpt(stash_bytes=20_000), cluster(2, memory=limit), TRAINING, top=4)
+    best, *rest = search.plans
+    assert all(plan.alternatives == () for plan in rest)
+    others = {other.layout: other for other in best.alternatives}
+    assert len(others) == len(best.alternatives)
+    for plan in search.plans:
+        other = others[plan.layout]
+        assert other.is_simulated
+        assert (other.samples_per_second, other.peak_bytes) == (
+            plan.samples_per_second,
+            plan.peak_bytes,
+        )
+    estimated = [other for other in best.alternatives if not other.is_simulated]
+    keeps_all = next(o for o in estimated if o.layout.startswith("pp=2 dp=1 gpipe b="))
+    assert "recompute" not in keeps_all.layout
+    assert keeps_all.peak_bytes > limit  # and yet is told of
+    depths = {int(other.layout.split()[0].removeprefix("pp=")) for other in best.alternatives}
+    assert depths == {1, 2}
+    fitting = [o for o in best.alternatives if o.peak_bytes <= limit]
+    assert best.samples_per_second == max(o.samples_per_second for o in fitting if o.is_simulated)
+
+
 def test_with_room_and_fast_links_replicas_are_best() -> None:
     assert names(find_plans(gpt(), cluster(4), TRAINING))[0] == "1x4 1f1b"
 

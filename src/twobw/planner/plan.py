@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from twobw.core.costs import LinkCost, OverheadCost, PipelineCost, SharedReduction, StageCost
 from twobw.core.generators import stage_rule
 from twobw.core.memory import StageBytes
-from twobw.planner.configuration import Placement, Recompute
+from twobw.planner.configuration import Configuration, Placement, Recompute
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -76,6 +76,24 @@ class ReductionPlan(_Record):
     duration_ns: Count
 
 
+class Alternative(_Record):
+    """Another way that the search has looked at.
+
+    Attributes:
+        layout: in words, as a `Configuration` gives it.
+        schedule: its name.
+        samples_per_second: predicted.
+        peak_bytes: of the fullest stage; more than a device has where it does not fit.
+        is_simulated: whether a simulation predicted the speed, else a closed form.
+    """
+
+    layout: str
+    schedule: str
+    samples_per_second: Annotated[float, Field(gt=0)]
+    peak_bytes: Count
+    is_simulated: bool
+
+
 class Plan(_Record):
     """What to run, and what it will cost.
 
@@ -111,6 +129,8 @@ class Plan(_Record):
         links: between them.
         overhead: of every rank.
         reductions: that stages make together.
+        alternatives: of the best plan, what it was chosen among, itself included: those simulated
+            and, for each number of stages, schedule and recompute, the fastest.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -143,6 +163,23 @@ class Plan(_Record):
     links: tuple[LinkPlan, ...]
     overhead: OverheadPlan
     reductions: tuple[ReductionPlan, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """In words."""
+        configuration = Configuration(
+            self.pp,
+            self.dp,
+            self.microbatch_size,
+            self.num_microbatches,
+            self.schedule,
+            self.recompute,
+            self.extra_in_flight,
+            self.update_lag,
+            self.placement,
+        )
+        return str(configuration)
 
     @property
     def split(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from twobw.planner.configuration import (
 from twobw.planner.costing import pipeline_cost, reduce_slots
 from twobw.planner.memory import MemoryTable, StageMemory
 from twobw.planner.partition import split_layers
-from twobw.planner.plan import Plan
+from twobw.planner.plan import Alternative, Plan
 from twobw.planner.prediction import make_plan, simulated_ns, with_losses
 from twobw.profiler.profile import ModelProfile
 
@@ -128,7 +128,8 @@ class _Searcher:
         fitting, rejected = self._fitting(candidates, top + _MORE_SIMULATED)
         plans = sorted((self._plan(found) for found in fitting), key=lambda plan: plan.batch_ns)
         if plans:
-            plans[0] = with_losses(plans[0])
+            alternatives = self._alternatives(candidates, plans)
+            plans[0] = with_losses(plans[0]).model_copy(update={"alternatives": alternatives})
         leanest = self._leanest({plan.pp for plan in plans})
         hopeless = {rejection.configuration.pp for rejection in leanest}
         faster = [
@@ -161,6 +162,46 @@ class _Searcher:
             found.sort(key=lambda fitting: fitting.estimate_ns)
         return found[:wanted], list(rejected.values())
 
+    def _alternatives(
+        self, candidates: Sequence[Candidate], plans: Sequence[Plan]
+    ) -> tuple[Alternative, ...]:
+        """What the best plan is told to have been chosen among (see `Plan`)."""
+        known = {plan.layout for plan in plans}
+        fastest: dict[tuple[object, ...], Candidate] = {}
+        for candidate in candidates:
+            c = candidate.configuration
+            fastest.setdefault((c.pp, c.schedule, c.recompute), candidate)
+        simulated = [
+            Alternative(
+                layout=plan.layout,
+                schedule=plan.schedule,
+                samples_per_second=plan.samples_per_second,
+                peak_bytes=plan.peak_bytes,
+                is_simulated=True,
+            )
+            for plan in plans
+        ]
+        others = [found for found in fastest.values() if str(found.configuration) not in known]
+        return (*simulated, *(self._alternative(found) for found in others))
+
+    def _alternative(self, candidate: Candidate) -> Alternative:
+        """By closed form; what does not fit, with the best split of all."""
+        configuration, estimate_ns = candidate.configuration, candidate.estimate_ns
+        split = self._fitting_split(configuration)
+        if isinstance(split, Rejection):
+            peak_bytes = split.needed_bytes
+        else:
+            memory = self._memory(self._with_a_lag(configuration), split)
+            peak_bytes = max(stage.total for stage in memory)
+            estimate_ns = self._candidates.estimate_ns(configuration, split)
+        return Alternative(
+            layout=str(configuration),
+            schedule=configuration.schedule,
+            samples_per_second=self._training.global_batch_size / estimate_ns * 1e9,
+            peak_bytes=peak_bytes,
+            is_simulated=False,
+        )
+
     def _table(self, configuration: Configuration) -> MemoryTable:
         key = configuration.microbatch_size, configuration.recompute
         if key not in self._tables:
@@ -182,8 +223,7 @@ class _Searcher:
     def _find_split(self, configuration: Configuration) -> tuple[int, ...] | Rejection:
         costs = self._candidates.costs_for(configuration)
         split = tuple(split_layers(costs, configuration.pp))
-        if "update_lag" in known_options(configuration.schedule):
-            configuration = replace(configuration, update_lag=1)  # any needs a second gradient
+        configuration = self._with_a_lag(configuration)
         memory = self._memory(configuration, split)
         fullest = max(range(len(split)), key=lambda stage: memory[stage].total)
         if memory[fullest].total <= self._limit:
@@ -200,6 +240,13 @@ class _Searcher:
         except ValueError:
             return rejection
         return tuple(fitting)
+
+    @staticmethod
+    def _with_a_lag(configuration: Configuration) -> Configuration:
+        """If the schedule knows one: any needs a second gradient."""
+        if "update_lag" in known_options(configuration.schedule):
+            return replace(configuration, update_lag=1)
+        return configuration
 
     def _memory(self, configuration: Configuration, split: tuple[int, ...]) -> list[StageMemory]:
         table = self._table(configuration)
