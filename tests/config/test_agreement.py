@@ -55,6 +55,10 @@ from twobw.runtime.stage import Recompute
             "parallel.lookahead = 0.5: lookahead does not go with schedule = 'paci'",
         ),
         (
+            {"training": {"recompute": "layer"}, "parallel": {"schedule": "paci"}},
+            "training.recompute = \"layer\": recompute does not go with schedule = 'paci'",
+        ),
+        (
             {"parallel": {"update_lag": "measure"}},
             'parallel.update_lag = "measure": must be a whole number of at least 0, or "measured"',
         ),

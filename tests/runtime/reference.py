@@ -141,37 +141,56 @@ def train_stashed(
     seed: int = 0,
     *,
     max_grad_norm: float | None = None,
+    dtype: torch.dtype | None = None,
+    norms: list[float] | None = None,
+    flush_batches: int = 0,
+    dp: int = 1,
 ) -> list[float]:
-    """PipeDream's rule: an update after every microbatch i; stage s runs it on its own version
-    max(i - (p - 1 - s), 0). Every version is kept; a model is put together for each microbatch.
+    """PipeDream's rule: an update after every microbatch i of m, which all replicas have part in;
+    stage s runs it on its own version max(i - (p - 1 - s), 0). Every version is kept; a model is
+    put together for each microbatch, in which the copies of a tied weight have those of their
+    stages. The other arguments are those of `train`; ``norms`` are of each batch's last update.
     """
     p = len(split)
     stage_of = [stage for stage, count in enumerate(split) for _ in range(count)]
     optimizer = make_optimizer(list(model.named_parameters()))
+    common = {"max_grad_norm": max_grad_norm, "dtype": dtype, "norms": norms, "dp": dp}
+    flushed = data[:flush_batches]
+    losses = train(model, loss_fn, lambda _: optimizer, flushed, m * dp, seed, delay=0, **common)
+    worker = nn.Sequential(*(copy.deepcopy(layer) for layer in model)).to(dtype)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     versions = [copy.deepcopy(model.state_dict())]
-    worker = copy.deepcopy(model)
-    losses, i = [], 0
-    for batch, (inputs, targets) in enumerate(data):
+    for batch, (inputs, targets) in enumerate(data[flush_batches:], flush_batches):
         total = 0.0
-        pieces = zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True)
-        for microbatch, (x, y) in enumerate(pieces):
-            with torch.no_grad():
-                for name, parameter in worker.named_parameters():
-                    stage = stage_of[int(name.split(".")[0])]
-                    parameter.copy_(versions[max(i - (p - 1 - stage), 0)][name])
-            for parameter in worker.parameters():
-                parameter.grad = None
-            output = run_model(worker, x, seed=seed, batch=batch, microbatch=microbatch)
-            loss = loss_fn(output, y)
-            loss.backward()
-            total += loss.item() * (len(x) / len(inputs))
-            for parameter, ran in zip(model.parameters(), worker.parameters(), strict=True):
-                parameter.grad = ran.grad
+        pieces = list(zip(inputs.tensor_split(m * dp), targets.tensor_split(m * dp), strict=True))
+        for place in range(m):
+            i = (batch - flush_batches) * m + place
+            for name in names:
+                stage = stage_of[int(name.split(".")[0])]
+                version = versions[max(i - (p - 1 - stage), 0)]
+                worker.get_parameter(name).data.copy_(version[name])
+            model.zero_grad()
+            mates = sum(len(x) for x, _ in pieces[place::m])
+            for microbatch in range(place, m * dp, m):
+                x, y = pieces[microbatch]
+                output = run_model(
+                    worker, x.to(dtype), seed=seed, batch=batch, microbatch=microbatch
+                )
+                loss = loss_fn(output if dtype is None else output.float(), y)
+                loss.backward()
+                total += loss.item() * (len(x) / len(inputs))
+                for name in names:
+                    parameter, ran = model.get_parameter(name), worker.get_parameter(name)
+                    if ran.grad is not None:
+                        new = ran.grad.to(parameter.dtype) * (len(x) / mates)
+                        parameter.grad = new if parameter.grad is None else parameter.grad + new
+                        ran.grad = None
             if max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                if norms is not None and place == m - 1:
+                    norms.append(norm.item())
             optimizer.step()
             versions.append(copy.deepcopy(model.state_dict()))
-            i += 1
         losses.append(total)
     for name, buffer in model.named_buffers():
         buffer.copy_(worker.get_buffer(name))

@@ -130,6 +130,56 @@ class TestRecompute:
         assert_equal(state, model.state_dict())
         assert losses == expected
 
+    @pytest.mark.parametrize("recompute", ["none", "layer", "stage", "attention"])
+    @pytest.mark.parametrize("pp", [1, 2])
+    def test_attention_with_statistics_that_works_in_place(self, pp: int, recompute: str) -> None:
+        """What it does to its input its caller sees; what it does to its buffers is done once."""
+
+        class Attention(nn.Module):
+            is_attention = True
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.BatchNorm1d(6)
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x: Tensor, *, again: Tensor) -> Tensor:
+                assert again is x
+                self.calls += 1
+                x.mul_(self.calls.sqrt())
+                return self.norm(x.exp() * again)
+
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear, self.attention = nn.Linear(6, 6), Attention()
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.linear(x)
+                return self.attention(x, again=x) + x
+
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block(), nn.Linear(6, 1))
+        state, losses, _ = run(model, build_data(), "1f1b", pp=pp, recompute=recompute)
+        expected = train(model, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=0)
+        assert_equal(state, model.state_dict())
+        assert losses == expected
+        assert state["0.attention.calls"] == state["0.attention.norm.num_batches_tracked"] == 10
+
+    @pytest.mark.parametrize("recompute", ["layer", "stage"])
+    def test_layers_that_work_in_place_at_times(self, recompute: str) -> None:
+        class AtTimes(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x.mul_(2) if x.sum() > 0 else x)
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), AtTimes(6, 6), nn.Flatten(), AtTimes(6, 1))
+        for split in ([1, 3], [2, 2]):
+            state, losses, _ = run(model, build_data(), "1f1b", split=split, recompute=recompute)
+            expected = copy.deepcopy(model)
+            assert train(expected, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=0) == losses
+            assert_equal(state, expected.state_dict())
+
     @pytest.mark.parametrize(("recompute", "calls"), [("none", 1), ("layer", 2), ("stage", 2)])
     def test_layers_are_run_as_often_as_said(self, recompute: str, calls: int) -> None:
         class Counts(nn.Linear):
@@ -215,6 +265,23 @@ class TestTies:
         first, second = (tensor for tensor in copies if tensor is not None)
         assert first is not second
         assert torch.equal(first, second)
+
+    def test_a_rule_on_names_treats_copies_alike(self) -> None:
+        """As in the unsplit model, the copy on the second stage has the first one's name."""
+
+        def by_name(named: list) -> torch.optim.Optimizer:
+            fast = [p for name, p in named if name.startswith("0.")]
+            slow = [p for name, p in named if not name.startswith("0.")]
+            groups = [{"params": fast, "lr": 0.1}, {"params": slow, "lr": 0.001}]
+            return torch.optim.SGD([group for group in groups if group["params"]])
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+        model[1].weight = model[0].weight
+        state, losses, _ = run(model, build_data(), "2bw", split=[1, 2], optimizer=by_name)
+        expected = train(model, nn.MSELoss(), by_name, build_data(), 2, SEED, delay=1)
+        assert_equal(state, model.state_dict(), **SUMMATION)
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 class TestReplicas:
@@ -346,6 +413,44 @@ class TestReplicas:
         model = nn.Sequential(nn.Linear(6, 6), Skips())
         state, _, _ = run(model, build_data(), dp=2)
         assert torch.equal(state["1.unused.weight"], model[1].unused.weight)  # no weight decay
+
+    @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+    @pytest.mark.parametrize("pp", [1, 2])
+    def test_sparse_gradients(self, pp: int) -> None:
+        """SparseAdam changes those rows only that some replica's samples have."""
+
+        def optimizers(named: list) -> list[torch.optim.Optimizer]:
+            tables = [p for name, p in named if name == "0.weight"]
+            rest = [p for name, p in named if name != "0.weight"]
+            made = [(torch.optim.SparseAdam, tables), (torch.optim.SGD, rest)]
+            return [kind(held, lr=0.01) for kind, held in made if held]
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 1))
+        rows = [[0, 1, 1, 2, 2, 3], [1, 4, 4, 4, 5, 5], [0, 1, 2, 6, 6, 7]]
+        data = [(torch.tensor(r), torch.ones(6, 1)) for r in rows]
+        layers = list(copy.deepcopy(model))
+        with twobw.Pipeline(
+            layers, nn.MSELoss(), optimizers, "1f1b", 1, pp=pp, dp=2, timeout=30
+        ) as pipeline:
+            for pair in data:
+                pipeline.train_step(*pair)
+            state = pipeline.full_state_dict()
+        made, start = optimizers(list(model.named_parameters())), model[0].weight[8].clone()
+        for x, y in data:
+            model.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            for optimizer in made:
+                optimizer.step()
+        assert_equal(state, model.state_dict(), **SUMMATION)
+        assert torch.equal(state["0.weight"][8], start)
+
+    @pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"precision": "fp16"}], ids=str)
+    def test_sparse_gradients_that_must_be_dense_are_refused(self, options: dict) -> None:
+        model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 1))
+        data = [(torch.tensor([0, 1]), torch.ones(2, 1))]
+        with pytest.raises(ValueError, match="a gradient is sparse, which does not go with"):
+            run(model, data, pp=1, schedule="1f1b", **options)
 
     def test_replicas_that_differ_are_found(self) -> None:
         layers = list(build())
@@ -512,6 +617,19 @@ class TestSwitching:
             with pytest.raises(ValueError, match="did you mean"):
                 pipeline.set_schedule("2bx")
             assert pipeline.schedule == "1f1b"
+
+
+def test_forward_needs_outputs_by_sample() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    layers = [nn.Linear(6, 1), Mean()]
+    with (
+        twobw.Pipeline(layers, nn.MSELoss(), adamw, "2bw", 2, pp=2, timeout=30) as pipeline,
+        pytest.raises(ValueError, match="a tensor without dimensions"),
+    ):
+        pipeline.forward(torch.ones(4, 6))
 
 
 def test_forward_gives_the_outputs_of_the_whole_batch() -> None:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import twobw
 from tests.runtime.reference import train_delayed, train_plain
@@ -31,6 +32,12 @@ def linears(*sizes: int) -> list[nn.Module]:
 def make(layers, loss_fn=nn.functional.mse_loss, optimizer=sgd, schedule="1f1b", **options):
     options = {"num_microbatches": 2, "pp": 2, "timeout": 30} | options
     return twobw.Pipeline(layers, loss_fn, optimizer, schedule, **options)
+
+
+def train_on(pipeline: twobw.Pipeline, data) -> None:
+    for pair in data:
+        pipeline.train_step(*pair)
+    pipeline.drain()
 
 
 def copy_of(layers: list[nn.Module]) -> nn.Sequential:
@@ -280,6 +287,25 @@ class TestLayers:
         masks = {tuple(mask.tolist()) for layer in (layers[0], layers[2]) for mask in layer.seen}
         assert len(masks) == 8
 
+    def test_dropout_that_torchs_checkpoint_runs_again(self) -> None:
+        """Its backward sets the generator that all threads share."""
+
+        class Checkpointed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(64, 64)
+
+            def forward(self, x: Tensor) -> Tensor:
+                def run(x: Tensor) -> Tensor:
+                    return nn.functional.dropout(self.linear(x), 0.5).tanh()
+
+                return checkpoint(run, x, use_reentrant=False)
+
+        torch.manual_seed(0)
+        layers = [Checkpointed() for _ in range(4)]
+        data = [(torch.randn(64, 64), torch.randn(64, 64)) for _ in range(8)]
+        assert_trains_like(layers, data, schedule="gpipe", pp=4, split=None)
+
     def test_a_loss_that_draws_does_not_depend_on_the_split(self) -> None:
         def noisy(output: Tensor, target: Tensor) -> Tensor:
             return nn.functional.mse_loss(nn.functional.dropout(output, 0.5), target)
@@ -446,6 +472,25 @@ class TestRefusals:
     def test_settings(self, options: dict, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             make(linears(4, 3, 2, 1), **options)
+
+    def test_a_scheduler_that_needs_a_metric(self) -> None:
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        with pytest.raises(ValueError, match="ReduceLROnPlateau, which needs a metric"):
+            make(linears(4, 3, 1), lr_scheduler=plateau)
+
+    def test_statistics_that_stages_share(self) -> None:
+        def layers() -> list[nn.Module]:
+            norm = nn.BatchNorm1d(4)
+            return [*linears(4, 4), norm, *linears(4, 4), norm, *linears(4, 1)]
+
+        with (
+            make(layers(), split=[3, 2]) as pipeline,
+            pytest.raises(ValueError, match=r"buffer .*running_mean, which layers on several"),
+        ):
+            train_on(pipeline, pairs((4, 4), (4, 4)))
+        with make(layers(), split=[1, 4]) as pipeline:  # both places on one stage
+            pipeline.train_step(*pairs((4, 4))[0])
+            assert pipeline.full_state_dict()["1.num_batches_tracked"] == 4
 
     def test_an_illegal_schedule_is_shown_with_its_fault(
         self, monkeypatch: pytest.MonkeyPatch

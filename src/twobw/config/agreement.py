@@ -14,7 +14,7 @@ from twobw.config.settings import (
 )
 from twobw.config.toml_text import toml_text
 from twobw.core.generators import stage_rule
-from twobw.core.staleness import check_lookahead
+from twobw.core.staleness import check_lookahead, check_recompute
 
 
 def disagreements(
@@ -38,6 +38,7 @@ def disagreements(
     if parallel and training:
         yield from _batch_problems(parallel, training)
         yield from _precision_problems(parallel, training)
+        yield from _recompute_problems(parallel, training)
     if training:
         yield from _evaluation_problems(training)
     if optimizer and training:
@@ -107,6 +108,14 @@ def _precision_problems(parallel: ParallelSettings, training: TrainingSettings) 
             'training.precision = "fp16": does not go with parallel.schedule = "weight-stashing", '
             'whose updates cannot wait for the overflows of other stages; use "bf16"'
         )
+
+
+def _recompute_problems(parallel: ParallelSettings, training: TrainingSettings) -> Iterator[str]:
+    if training.recompute != "none":
+        try:
+            check_recompute(parallel.schedule, parallel.pp, parallel.num_microbatches)
+        except ValueError as error:
+            yield f"training.recompute = {toml_text(training.recompute)}: {error}"
 
 
 def _evaluation_problems(training: TrainingSettings) -> Iterator[str]:

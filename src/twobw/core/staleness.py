@@ -34,3 +34,18 @@ def check_lookahead(name: str, num_stages: int, num_microbatches: int, **options
                 f"lookahead does not go with schedule = {name!r}; it is for gradients that are "
                 "one version old, with a slot for that version ('2bw', '2bw-fresh')"
             )
+
+
+def check_recompute(name: str, num_stages: int, num_microbatches: int) -> None:
+    """Refuse running layers again for a backward on other weights than they ran on.
+
+    Raises:
+        ValueError: the schedule does not keep the weights of a forward for its backward, or as
+            `stage_rule`.
+    """
+    if stage_rule(name, 0, num_stages, num_microbatches).backward_on_newest:
+        raise ValueError(
+            f"recompute does not go with schedule = {name!r}, whose backwards run on newer weights "
+            "than their forwards: a layer cannot be run again as it was. Use recompute = 'none', "
+            "or '2bw-fresh'"
+        )

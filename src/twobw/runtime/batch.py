@@ -180,11 +180,24 @@ def split(value: Value, sizes: list[int]) -> list[Value]:
 
 
 def join(values: Sequence[Value]) -> Value:
-    """Microbatches' outputs as one batch."""
+    """Microbatches' outputs as one batch.
+
+    Raises:
+        ValueError: they are not by sample.
+    """
     if isinstance(values[0], Tensor):
-        return torch.cat([value for value in values if isinstance(value, Tensor)])
+        return _concatenated([value for value in values if isinstance(value, Tensor)])
     columns = zip(*(value for value in values if isinstance(value, tuple)), strict=True)
     return tuple(
-        None if column[0] is None else torch.cat([t for t in column if t is not None])
+        None if column[0] is None else _concatenated([t for t in column if t is not None])
         for column in columns
     )
+
+
+def _concatenated(outputs: Sequence[Tensor]) -> Tensor:
+    if outputs[0].dim() == 0:
+        raise ValueError(
+            "the last layer gives a tensor without dimensions for a microbatch; forward puts "
+            "outputs together along the first dimension, by sample. For a loss, use evaluate"
+        )
+    return torch.cat(list(outputs))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from twobw.planner.partition import balance
 from twobw.runtime.randomness import build_layer
@@ -57,7 +57,7 @@ def build_layers(layers: Sequence[Layer], first_layer: int, seed: int) -> list[n
 
 @dataclass(frozen=True, slots=True)
 class TiedNames:
-    """A parameter that several stages have.
+    """A parameter or a buffer that several stages have.
 
     Attributes:
         names: in ``nn.Sequential(*layers)``; the first is the owner's.
@@ -75,17 +75,56 @@ class TiedNames:
 
 def find_ties(layers: Sequence[Layer], split: Sequence[int]) -> list[TiedNames]:
     """The parameters that are the same object on several stages."""
+    return _shared(layers, split, lambda layer: layer.named_parameters(remove_duplicate=False))
+
+
+def find_shared_buffers(layers: Sequence[Layer], split: Sequence[int]) -> list[TiedNames]:
+    """The buffers that are the same object on several stages."""
+    return _shared(layers, split, lambda layer: layer.named_buffers(remove_duplicate=False))
+
+
+def _shared(
+    layers: Sequence[Layer],
+    split: Sequence[int],
+    named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]],
+) -> list[TiedNames]:
     stages = [stage for stage, count in enumerate(split) for _ in range(count)]
-    places: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    places: dict[Tensor, list[tuple[int, str]]] = {}
     for index, (layer, stage) in enumerate(zip(layers, stages, strict=True)):
         if isinstance(layer, nn.Module):
-            for name, parameter in layer.named_parameters(remove_duplicate=False):
-                places.setdefault(parameter, []).append((stage, f"{index}.{name}"))
+            for name, tensor in named(layer):
+                places.setdefault(tensor, []).append((stage, f"{index}.{name}"))
     return [
         TiedNames(tuple(name for _, name in found), dict(reversed(found)))
         for found in places.values()
         if len({stage for stage, _ in found}) > 1
     ]
+
+
+class ConstantBuffers:
+    """Buffers that other stages have, too. Nothing carries their changes from stage to stage, so
+    no forward may change them (tables and masks, but no statistics).
+
+    Args:
+        buffers: by their names in the unsplit model.
+    """
+
+    def __init__(self, buffers: dict[str, Tensor]) -> None:
+        self._kept = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+
+    def check(self, buffers: dict[str, Tensor]) -> None:
+        """Compare with those of now.
+
+        Raises:
+            ValueError: one has changed.
+        """
+        for name, kept in self._kept.items():
+            if not torch.equal(kept, buffers[name]):
+                raise ValueError(
+                    f"the buffer {name}, which layers on several stages share, was changed by a "
+                    "forward; stages do not see each other's changes. Give split such that these "
+                    "layers are on one stage, or give each a buffer of its own"
+                )
 
 
 def copies_where_shared(

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from twobw.runtime.collectives import Collective
 from twobw.runtime.reduction import buckets
@@ -30,7 +30,8 @@ class Optimization:
             sends what has changed to the others. ``None``: each has all.
 
     Raises:
-        ValueError: an optimizer needs a closure, or is over other parameters than those given.
+        ValueError: an optimizer needs a closure, or is over other parameters than those given; a
+            scheduler needs a metric.
     """
 
     def __init__(
@@ -62,6 +63,12 @@ class Optimization:
                     "since those are where the newest weights are"
                 )
         self.schedulers = [make_scheduler(o) for o in self.optimizers] if make_scheduler else []
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self.schedulers):
+            raise ValueError(
+                "lr_scheduler gave a ReduceLROnPlateau, which needs a metric at each step; use a "
+                "scheduler whose rate depends on the batch alone, since stages update at different "
+                "times"
+            )
 
     def step(self, places: Sequence[int]) -> None:
         """Make the optimizers change in place the parameters of these places, which are those

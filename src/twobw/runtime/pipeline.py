@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Lock
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,12 +20,13 @@ from twobw.runtime.layers import (
     build_layers,
     choose_split,
     copies_where_shared,
+    find_shared_buffers,
     find_ties,
 )
 from twobw.runtime.mesh import distributed_mesh, thread_meshes
 from twobw.runtime.messages import Value
 from twobw.runtime.optimization import OptimizerFactory, SchedulerFactory
-from twobw.runtime.randomness import LayerRunner
+from twobw.runtime.randomness import LayerRunner, SharedGenerator
 from twobw.runtime.rank import Rank, Settings
 from twobw.runtime.results import StepResult
 from twobw.runtime.schedules import ScheduleChoice, check_schedule
@@ -115,6 +115,7 @@ class Pipeline:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.num_stages = _num_stages(pp, dp, dist.get_world_size() if is_distributed else None)
         self._precision = precision
+        self._recompute = recompute
         self._lookahead = _at_least_0("lookahead", lookahead)
         self._schedule = self._checked(schedule, num_microbatches, extra_in_flight, update_lag)
         self.split = choose_split(layers, split, self.num_stages)
@@ -142,7 +143,7 @@ class Pipeline:
             or bool(ties)
             or (self.num_stages > 1 and (max_grad_norm is not None or precision == "fp16")),
         )
-        lock = Lock() if len(meshes) > 1 else None
+        generator = SharedGenerator() if len(meshes) > 1 else None
         firsts = [sum(self.split[: mesh.stage]) for mesh in meshes]
         taken: set[nn.Module | nn.Parameter] = set()
         own_layers = [
@@ -155,9 +156,10 @@ class Pipeline:
                 build_layers(own, first, seed),
                 first,
                 ties,
+                find_shared_buffers(layers, self.split),
                 settings=settings,
                 schedule=self._schedule,
-                runner=LayerRunner(seed, lock),
+                runner=LayerRunner(seed, generator),
             )
             for mesh, own, first in zip(meshes, own_layers, firsts, strict=True)
         ]
@@ -332,7 +334,9 @@ class Pipeline:
         if update_lag is not None:
             options["update_lag"] = update_lag
         choice = ScheduleChoice(name, num_microbatches, options)
-        check_schedule(choice, self.num_stages, self._lookahead)
+        check_schedule(
+            choice, self.num_stages, lookahead=self._lookahead, recompute=self._recompute
+        )
         if name == "weight-stashing" and self._precision == "fp16":
             raise ValueError(
                 "precision = 'fp16' does not go with schedule = 'weight-stashing': its updates "

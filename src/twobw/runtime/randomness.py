@@ -52,30 +52,50 @@ def build_layer(seed: int, layer: int, build: Callable[[], Result]) -> Result:
         return build()
 
 
+class SharedGenerator:
+    """The default generator, where stages are threads and share it.
+
+    Attributes:
+        lock: for who uses it.
+        is_drawn_from: whether some layer of some stage has drawn.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_drawn_from = False
+
+
 class LayerRunner:
     """Runs layers with their generator set.
 
     Stages that are threads share the default generator: there, a lock covers the layers that
     draw. Which ones draw is seen at a layer's first forward, made under the lock, and looked for
     again whenever one of its settings has changed.
+
+    Args:
+        seed: of the run.
+        shared: the generator that other stages in this process use, too, if there are any.
     """
 
-    def __init__(self, seed: int, lock: threading.Lock | None) -> None:
+    def __init__(self, seed: int, shared: SharedGenerator | None) -> None:
         self._seed = seed
-        self._lock = lock
+        self._shared = shared
         self._quiet: dict[int, Settings] = {}  # layers that drew nothing, with what settings
 
     def undisturbed(self) -> AbstractContextManager[object]:
         """While open, layers may set the default generator; the caller's stream goes on after.
         Stages that are threads see to it layer by layer, under the lock."""
-        if self._lock is not None:
+        if self._shared is not None:
             return nullcontext()
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         return torch.random.fork_rng(devices)
 
-    def alone(self) -> AbstractContextManager[object]:
-        """While open, no other stage's thread uses the default generator."""
-        return self._lock or nullcontext()
+    def backward(self) -> AbstractContextManager[object]:
+        """To be open during a backward: what it runs again by torch.utils.checkpoint sets the
+        default generator and restores it, between which no other stage's thread may draw."""
+        if self._shared is not None and self._shared.is_drawn_from:
+            return self._shared.lock
+        return nullcontext()
 
     def run(
         self,
@@ -86,18 +106,19 @@ class LayerRunner:
         value: object,
     ) -> Result:
         """``layer(value)`` as layer ``index`` of the model; the loss comes after the last one."""
-        if self._lock is None:
+        if self._shared is None:
             seed_layer(self._seed, batch, microbatch, index)
             return layer(value)
         settings = _settings(layer) if isinstance(layer, nn.Module) else None
         if settings is not None and self._quiet.get(index) == settings:
             return layer(value)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with self._lock, torch.random.fork_rng(devices):
+        with self._shared.lock, torch.random.fork_rng(devices):
             seed_layer(self._seed, batch, microbatch, index)
             before = torch.random.get_rng_state()
             output = layer(value)
             is_quiet = torch.equal(before, torch.random.get_rng_state())
+            self._shared.is_drawn_from |= not is_quiet
         if is_quiet and settings is not None:
             self._quiet[index] = settings
         return output

@@ -26,7 +26,7 @@ from twobw.runtime.batch import (
 )
 from twobw.runtime.collectives import same_everywhere
 from twobw.runtime.executor import Executor, LossFunction
-from twobw.runtime.layers import TiedNames
+from twobw.runtime.layers import ConstantBuffers, TiedNames
 from twobw.runtime.mesh import Mesh
 from twobw.runtime.messages import Message, Value, map_value
 from twobw.runtime.optimization import Optimization, OptimizerFactory, SchedulerFactory
@@ -75,6 +75,7 @@ class Rank:
         layers: the stage's modules.
         first_layer: place of the first of them in the unsplit model.
         ties: names of parameters that several stages have, in an order that all stages share.
+        shared_buffers: names of buffers that several stages have.
         settings: of the pipeline.
         schedule: what to run.
         runner: sets the random generator before each layer.
@@ -86,6 +87,7 @@ class Rank:
         layers: Sequence[nn.Module],
         first_layer: int,
         ties: Sequence[TiedNames],
+        shared_buffers: Sequence[TiedNames],
         *,
         settings: Settings,
         schedule: ScheduleChoice,
@@ -119,6 +121,9 @@ class Rank:
             max_grad_norm=settings.max_grad_norm,
             looks_for_overflow=settings.precision == "fp16",
         )
+        buffers = self._buffers()
+        shared = [name for tie in shared_buffers for name in tie.names if name in buffers]
+        self._constants = ConstantBuffers({name: buffers[name] for name in shared})
         self._recorder = Recorder(mesh.rank, self._device)
         self._executor = Executor(
             mesh,
@@ -126,7 +131,7 @@ class Rank:
             weights=self._weights,
             reduction=self._reduction,
             optimization=Optimization(
-                self._weights.optimizer_parameters(),
+                self._named_as_owned(),
                 settings.optimizer,
                 settings.lr_scheduler,
                 mesh.shards if settings.shard_optimizer else None,
@@ -191,6 +196,8 @@ class Rank:
         self._next_batch += 1
         metrics = self._listen_metrics()
         self._run(self._program.begin_batch())
+        if batch.header.batch == 0:
+            self._constants.check(self._buffers())
         own = [
             self._recorder.take_busy_fraction(),
             float(self._weights.num_slots),
@@ -284,6 +291,20 @@ class Rank:
     def close(self) -> None:
         """End the reduction's thread."""
         self._reduction.close()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """This stage's, by their names in the unsplit model."""
+        return {
+            f"{number}.{name}": buffer
+            for number, layer in enumerate(self._stage.layers, self._stage.first_layer)
+            for name, buffer in layer.named_buffers(remove_duplicate=False)
+        }
+
+    def _named_as_owned(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer is given. A copy of a tied weight has its owner's name, so that a
+        rule on names treats all copies alike, as ``nn.Sequential.named_parameters`` has it."""
+        owned = {tie.name_on.get(self.mesh.stage): tie.names[0] for tie in self._ties}
+        return [(owned.get(name, name), p) for name, p in self._weights.optimizer_parameters()]
 
     @property
     def _hides_reductions(self) -> bool:

@@ -20,6 +20,8 @@ from twobw.runtime.collectives import Collective
 Result = TypeVar("Result")
 Gradients = list[Tensor | None]
 
+_ABSENT, _DENSE, _SPARSE = range(3)
+
 BUCKET_BYTES = 25 * 2**20
 """Size of the flat buckets that gradients are summed in, as DistributedDataParallel's."""
 
@@ -111,8 +113,13 @@ class Reduction:
         Args:
             gradients: one a parameter, fp32; ``None`` where there is none.
             divisor: what they are divided by first.
+
+        Raises:
+            ValueError: one is sparse, and something is to be done with it that only dense ones
+                allow.
         """
         with torch.no_grad():
+            self._check_sparse(gradients)
             if divisor != 1.0:
                 for gradient in present(gradients):
                     gradient.div_(divisor)
@@ -133,12 +140,15 @@ class Reduction:
 
     def _sum_over_replicas(self, gradients: Gradients) -> Gradients:
         """Sum in flat buckets. A parameter that no replica has a gradient of stays without."""
-        has_one = torch.tensor([float(g is not None) for g in gradients])
-        self.replicas.all_reduce(has_one, "max")
+        kinds = torch.tensor([float(_kind_of(gradient)) for gradient in gradients])
+        self.replicas.all_reduce(kinds, "max")
+        places: dict[int, list[int]] = {kind: [] for kind in (_ABSENT, _DENSE, _SPARSE)}
+        for i, kind in enumerate(kinds.tolist()):
+            places[int(kind)].append(i)
         summed: Gradients = [None] * len(gradients)
-        for bucket in buckets(
-            [i for i, has in enumerate(has_one.tolist()) if has], self.parameters
-        ):
+        for i in places[_SPARSE]:
+            summed[i] = self._sum_sparse(i, gradients[i])
+        for bucket in buckets(places[_DENSE], self.parameters):
             pieces = [
                 self._zeros(i).flatten() if (g := gradients[i]) is None else g.flatten()
                 for i in bucket
@@ -152,6 +162,27 @@ class Reduction:
                 summed[i] = piece.view(self.parameters[i].shape)
         return summed
 
+    def _sum_sparse(self, index: int, gradient: Tensor | None) -> Tensor:
+        """The sum of gradients that have values for some rows only, as an embedding's may."""
+        parameter = self.parameters[index]
+        rows = torch.zeros((1, 0), dtype=torch.int64, device=self.device)
+        values = parameter.new_zeros((0, *parameter.shape[1:]))
+        if gradient is not None:
+            gradient = gradient.coalesce()
+            rows, values = gradient.indices(), gradient.values()
+        counts = [int(n) for n in self.replicas.all_gather(torch.tensor([len(values)]))]
+        missing = max(counts) - len(values)
+        rows = torch.cat([rows, rows.new_zeros((1, missing))], dim=1)
+        values = torch.cat([values, values.new_zeros((missing, *parameter.shape[1:]))])
+        every_row = [r[:, :n] for r, n in zip(self.replicas.all_gather(rows), counts, strict=True)]
+        every_value = [v[:n] for v, n in zip(self.replicas.all_gather(values), counts, strict=True)]
+        return torch.sparse_coo_tensor(
+            torch.cat(every_row, dim=1),
+            torch.cat(every_value),
+            parameter.shape,
+            check_invariants=False,
+        ).coalesce()
+
     def _sum_over_copies(self, tie: Tie, gradient: Tensor | None) -> Tensor | None:
         """A tied parameter's gradient, summed over the stages that have it; ``None`` if none
         has."""
@@ -162,6 +193,19 @@ class Reduction:
         total = self._zeros(tie.index) if gradient is None else gradient.contiguous()
         tie.group.all_reduce(total)
         return total
+
+    def _check_sparse(self, gradients: Gradients) -> None:
+        needs_dense = {
+            "a tied weight": bool(self.ties),
+            "max_grad_norm": self.max_grad_norm is not None,
+            "precision = 'fp16'": self.looks_for_overflow,
+        }
+        for what, is_used in needs_dense.items():
+            if is_used and any(gradient.is_sparse for gradient in present(gradients)):
+                raise ValueError(
+                    f"a gradient is sparse, which does not go with {what}; build the embedding "
+                    "with sparse=False, and use an optimizer for dense gradients"
+                )
 
     def _zeros(self, index: int) -> Tensor:
         parameter = self.parameters[index]
@@ -215,6 +259,10 @@ def buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[li
         size += num_bytes
     if bucket:
         yield bucket
+
+
+def _kind_of(gradient: Tensor | None) -> int:
+    return _ABSENT if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
 
 
 def present(gradients: Gradients) -> Iterator[Tensor]:

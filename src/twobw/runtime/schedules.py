@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from twobw.core.checker import check, format_violations
 from twobw.core.generators import SCHEDULES, generate, options_of
-from twobw.core.staleness import check_lookahead
+from twobw.core.staleness import check_lookahead, check_recompute
 
 _CHECKED_BATCHES = 4
 _NEVER_DRAINING = ("2bw", "2bw-fresh", "paci")
@@ -38,12 +38,14 @@ class ScheduleChoice:
         return self.name in SCHEDULES and option in options_of(self.name)
 
 
-def check_schedule(choice: ScheduleChoice, num_stages: int, lookahead: float) -> None:
+def check_schedule(
+    choice: ScheduleChoice, num_stages: int, *, lookahead: float, recompute: str
+) -> None:
     """Refuse a schedule that the checker refuses; warn of one that wastes.
 
     Raises:
         ValueError: an unknown name or option, sizes below 1, or violations, shown on the grid;
-            look-ahead where it has no meaning.
+            look-ahead or recompute where it has no meaning.
     """
     p, m = num_stages, choice.num_microbatches
     most = choice.lagging(m).options if choice.wants_lag else choice.deferred()
@@ -57,6 +59,8 @@ def check_schedule(choice: ScheduleChoice, num_stages: int, lookahead: float) ->
             )
     if lookahead:
         check_lookahead(choice.name, p, m, **choice.options)
+    if recompute != "none":
+        check_recompute(choice.name, p, m)
     if choice.name == "2bw" and p == 1:
         warnings.warn(
             "2bw with one stage keeps two weight versions and a gradient one batch old, and gains "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -85,7 +85,6 @@ class Stage:
         self._recompute = recompute
         if recompute == "attention":
             recompute_attention(self.layers)
-        self._works_in_place: dict[int, bool] = {}
         self._stash: dict[int, list[_Graph | _Inputs]] = {}
         self._token = torch.zeros((), requires_grad=True)
 
@@ -149,13 +148,14 @@ class Stage:
         """
         for segment in reversed(self._stash.pop(microbatch)):
             if isinstance(segment, _Graph):
-                # attention that is run again inside sets and restores the random generator
-                with self._runner.alone() if self._recompute == "attention" else nullcontext():
-                    gradients = _backward(segment, gradients)
+                graph = segment
             elif gradients is None or any(gradient is not None for gradient in gradients):
-                gradients = _backward(self._run_again(segment), gradients)
+                graph = self._run_again(segment)
             else:
                 gradients = (None,) * len(segment.message.wanting)
+                continue
+            with self._runner.backward():
+                gradients = _backward(graph, gradients)
         assert gradients is not None, "a stage has a segment"
         return tuple(gradients)
 
@@ -211,30 +211,22 @@ class Stage:
         return message
 
     def _run_one(self, offset: int, message: Message, batch: int, place: int) -> Message:
-        """One layer. Whether it works in place on what it is given is seen at its first run: it
-        then always gets a copy, so that what is kept stays as it was."""
-        entered = self._enter(message, _Received(), copies=self._works_in_place.get(offset, True))
-        tensors = entered if isinstance(entered, tuple) else (entered,)
-        before = [t._version for t in tensors if t is not None]
-        value = self._run_layers(range(offset, offset + 1), entered, batch, place)
-        after = [t._version for t in tensors if t is not None]
-        self._works_in_place[offset] = self._works_in_place.get(offset, False) or before != after
-        return Message.of(value)
+        """One layer. It may work in place on what it is given, at times or always: it gets a copy,
+        so that what is kept stays as it was."""
+        entered = self._enter(message.copy(), _Received())
+        return Message.of(self._run_layers(range(offset, offset + 1), entered, batch, place))
 
     def _run_again(self, segment: _Inputs) -> _Graph:
         """A segment's graph, from its inputs."""
         received = _Received()
-        copies = self._works_in_place[segment.layers[0]]
         with segment.buffers.in_place():
-            value = self._enter(segment.message, received, copies=copies)
+            value = self._enter(segment.message.copy(), received)
             value = self._run_layers(segment.layers, value, segment.batch, segment.place)
         return _Graph(_edges(value), received)
 
-    def _enter(self, message: Message, received: _Received, *, copies: bool = False) -> Value:
+    def _enter(self, message: Message, received: _Received) -> Value:
         """What a layer is given of a message; its gradients end up in ``received``."""
         tensors = list(message.tensors)
-        if copies:
-            tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
         wanting = message.wanting
         received.gradients = (None,) * len(wanting)
         if wanting and torch.is_grad_enabled():
