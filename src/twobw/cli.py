@@ -255,6 +255,23 @@ def simulate(
 
 
 @app.command
+def report(source: Path, /, *, out: Path | None = None) -> None:
+    """Write one HTML page on a run or a plan: what was predicted above what was measured, rank by
+    rank; memory; loss and throughput; what the plan was chosen among. It needs no network.
+
+    Parameters
+    ----------
+    source
+        A run's folder, or what `twobw plan` has written.
+    out
+        Where to write the page; by default report.html in the run's folder, or beside the plan.
+    """
+    from twobw.training.report_page import run_report_command
+
+    sys.stdout.write(run_report_command(source, out) + "\n")
+
+
+@app.command
 def sample(
     run: Path,
     /,

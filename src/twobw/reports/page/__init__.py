@@ -1,0 +1,1 @@
+"""The report of a run or a plan as one HTML page that needs nothing else."""
