@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -567,12 +568,18 @@ class TestPrecision:
 
 
 class TestSwitching:
-    NAMES = ("2bw", "1f1b", "gpipe", "no-pipeline", "weight-stashing")
+    NAMES = ("2bw", "2bw-fresh", "paci", "1f1b", "gpipe", "no-pipeline", "weight-stashing")
+    CASES: ClassVar = [
+        (*names, corrections)
+        for names in itertools.permutations(NAMES, 2)
+        for corrections in ({}, {"max_grad_norm": 0.3}, {"precision": "bf16"}, {"lookahead": 0.7})
+        if not ("lookahead" in corrections and {"paci", "weight-stashing"} & set(names))  # refused
+    ]
+    LAG: ClassVar = {"2bw-fresh": {"update_lag": 1}}
 
-    @pytest.mark.parametrize(("first", "second"), [*itertools.permutations(NAMES, 2)])
-    @pytest.mark.parametrize("max_grad_norm", [None, 0.3])
+    @pytest.mark.parametrize(("first", "second", "corrections"), CASES, ids=str)
     def test_equals_a_new_pipeline_from_there(
-        self, first: str, second: str, max_grad_norm: float | None
+        self, first: str, second: str, corrections: dict
     ) -> None:
         """Of SGD without momentum, which has no state to carry over."""
 
@@ -581,20 +588,22 @@ class TestSwitching:
 
         torch.manual_seed(0)
         layers = [nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1)]
-        options = {"pp": 2, "timeout": 30, "max_grad_norm": max_grad_norm}
+        options = {"pp": 2, "timeout": 30, **corrections}
         data = build_data(num_batches=6)
         with twobw.Pipeline(
-            copy.deepcopy(layers), nn.MSELoss(), sgd, first, 2, **options
+            copy.deepcopy(layers), nn.MSELoss(), sgd, first, 2, **options, **self.LAG.get(first, {})
         ) as pipeline:
             for pair in data[:3]:
                 pipeline.train_step(*pair)
             middle = pipeline.full_state_dict()
-            pipeline.set_schedule(second, 3)
+            pipeline.set_schedule(second, 3, **self.LAG.get(second, {}))
             results = [pipeline.train_step(*pair) for pair in data[3:]]
             state = pipeline.full_state_dict()
             assert [r.batch for r in results] == [3, 4, 5]
         nn.Sequential(*layers).load_state_dict(middle)
-        with twobw.Pipeline(layers, nn.MSELoss(), sgd, second, 3, **options) as pipeline:
+        with twobw.Pipeline(
+            layers, nn.MSELoss(), sgd, second, 3, **options, **self.LAG.get(second, {})
+        ) as pipeline:
             for pair in data[3:]:
                 pipeline.train_step(*pair)
             assert_equal(state, pipeline.full_state_dict())

@@ -21,7 +21,7 @@ def oldest_gradient(
 
 def check_lookahead(name: str, num_stages: int, num_microbatches: int, **options: int) -> None:
     """Refuse look-ahead where it has no meaning: extrapolated weights stand for the next version,
-    so a gradient may be one version old, and its backward must find the weights of its forward.
+    so a gradient may be one batch old, and its backward must find the weights of its forward.
 
     Raises:
         ValueError: the schedule is not such a one, or as `stage_rule`.
@@ -29,10 +29,12 @@ def check_lookahead(name: str, num_stages: int, num_microbatches: int, **options
     for stage in range(num_stages):
         sizes = stage, num_stages, num_microbatches
         rule = stage_rule(name, *sizes, **options)
-        if oldest_gradient(name, *sizes, **options) > 1 or rule.backward_on_newest:
+        is_old = oldest_gradient(name, *sizes, **options) > 1
+        updates_by_batch = rule.microbatches_per_update == num_microbatches
+        if is_old or rule.backward_on_newest or not updates_by_batch:
             raise ValueError(
                 f"lookahead does not go with schedule = {name!r}; it is for gradients that are "
-                "one version old, with a slot for that version ('2bw', '2bw-fresh')"
+                "one batch old, with a slot for that version ('2bw', '2bw-fresh')"
             )
 
 
