@@ -1,10 +1,14 @@
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from twobw import Pipeline
 from twobw.core.costs import LinkCost, StageCost
 from twobw.core.generators import generate
 from twobw.core.ops import Op, OpKind
@@ -55,10 +59,22 @@ def a_simulated_timeline() -> Timeline:
     return simulate(generate("2bw", 3, 4, 3), stage, link)
 
 
-def test_each_event_is_as_the_format_wants_it() -> None:
+def a_measured_timeline() -> Timeline:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    pipeline = Pipeline(layers, nn.functional.mse_loss, lambda named: torch.optim.SGD(named), pp=3)
+    for _ in range(4):
+        pipeline.train_step(torch.ones(4, 4), torch.ones(4, 4))
+    pipeline.drain()
+    timeline = pipeline.timeline()
+    assert timeline is not None
+    return timeline
+
+
+@pytest.mark.parametrize("make", [a_simulated_timeline, a_measured_timeline])
+def test_each_event_is_as_the_format_wants_it(make: Callable[[], Timeline]) -> None:
     """Complete events have name, time, duration, process and thread; those of a thread follow each
     other, since Perfetto drops what overlaps without nesting; every thread has a name."""
-    trace = json.loads(json.dumps(chrome_trace(a_simulated_timeline()), allow_nan=False))
+    trace = json.loads(json.dumps(chrome_trace(make()), allow_nan=False))
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in spans:

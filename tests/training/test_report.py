@@ -62,6 +62,7 @@ def test_the_last_lines_of_a_run(folder: Path) -> None:
         "  | def f(x):",
         "  |     return x",
         "timeline  runs/demo/timeline.json (open it in ui.perfetto.dev)",
+        "report    .venv/bin/twobw report runs/demo (writes one page on all of it)",
         "weights   runs/demo/weights.safetensors "
         "(.venv/bin/twobw sample runs/demo --prompt 'def ')",
     ]

@@ -323,6 +323,7 @@ def describe(summary: Summary, folder: Path, command: str) -> str:
     is_saved = (folder / WEIGHTS).is_file()
     lines += [
         f"timeline  {folder / TIMELINE} (open it in ui.perfetto.dev)",
+        f"report    {command} {shlex.join(['report', str(folder)])} (writes one page on all of it)",
         f"weights   {folder / WEIGHTS}{use}" if is_saved else "weights   not saved: not finite",
     ]
     if (best := folder / BEST_WEIGHTS).is_file():

@@ -10,7 +10,7 @@ from twobw.core.timeline import Timeline
 from twobw.planner.plan import Plan, load_plan
 from twobw.reports.page.html import html_page
 from twobw.reports.page.plans import alternatives_section, memory_section, plan_facts
-from twobw.reports.page.timelines import batch_ns, timeline_section
+from twobw.reports.page.timelines import batch_ns, is_drawable, timeline_section
 from twobw.training.run_folder import TIMELINE, write_text
 from twobw.training.run_reading import Run, load_run
 
@@ -87,12 +87,15 @@ def run_content(run: Run) -> dict[str, Any]:
 
 
 def _notes_on(plan: Plan) -> list[str]:
-    if plan.alternatives:
-        return []
-    return [
-        "The plan does not say what it was chosen among; the one that "
-        "`twobw plan ... --out PLAN` writes does."
-    ]
+    notes = []
+    if not is_drawable(plan):
+        notes.append("The plan's batches have too many microbatches to be drawn here.")
+    if not plan.alternatives:
+        notes.append(
+            "The plan does not say what it was chosen among; the one that "
+            "`twobw plan ... --out PLAN` writes does, unless it is by the paper's cost model."
+        )
+    return notes
 
 
 def _run_facts(run: Run) -> list[tuple[str, str]]:

@@ -49,13 +49,16 @@ function idleTable({ panels, reasons }) {
 
 function memorySection(content) {
   const { kinds, stages } = content;
-  const head = ["stage", ...kinds.map((kind) => kind.replace(/_/g, " ")), "predicted", "measured"];
-  const rows = stages.map(({ predicted, measured }, stage) => [
-    String(stage),
-    ...(predicted || []).map(gigabytes),
-    predicted ? gigabytes(predicted.reduce((sum, bytes) => sum + bytes, 0)) : "-",
-    measured === null ? "-" : gigabytes(measured),
-  ]);
+  const [{ predicted: isPredicted, measured: isMeasured }] = stages;
+  const head = ["stage", ...kinds.map((kind) => kind.replace(/_/g, " "))];
+  if (isPredicted !== null) head.push("predicted");
+  if (isMeasured !== null) head.push("measured");
+  const rows = stages.map(({ predicted, measured }, stage) => {
+    const cells = [String(stage)];
+    if (predicted !== null) cells.push(...predicted.map(gigabytes), gigabytes(predicted.reduce((sum, bytes) => sum + bytes, 0)));
+    if (measured !== null) cells.push(gigabytes(measured));
+    return cells;
+  });
   return section("Memory by stage", memoryChart(content), table(head, rows));
 }
 

@@ -3,6 +3,7 @@
 
 const LEFT = 78, AXIS = 22, HEAD = 20, COMPUTE = 20, COMMUNICATION = 5, ROW = 31;
 const ZOOM = 1.5;
+const MOST_PIXELS = 16000; // that every browser's canvas may be high
 
 /** The first place of an ascending list, from `from` to `to`, whose value is at least `value`. */
 function lowerBound(list, value, from, to) {
@@ -88,7 +89,7 @@ class Timeline {
   }
 
   draw() {
-    const scale = devicePixelRatio || 1, style = getComputedStyle(document.documentElement);
+    const scale = Math.min(devicePixelRatio || 1, MOST_PIXELS / this.height), style = getComputedStyle(document.documentElement);
     this.color = (name) => style.getPropertyValue(`--${name}`).trim();
     this.width = this.canvas.clientWidth || 900;
     this.canvas.style.height = `${this.height}px`;

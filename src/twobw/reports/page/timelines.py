@@ -35,7 +35,7 @@ def timeline_section(plan: Plan | None, measured: Timeline | None) -> dict[str, 
         first, last = _shown_batches(measured)
         num_batches = last - first + 1
     panels = []
-    if plan is not None and plan.pp * plan.num_microbatches <= MOST_SPANS // 4:
+    if plan is not None and is_drawable(plan):
         panels.append(_panel("predicted", predicted_timeline(plan, first, num_batches), first))
     if measured is not None:
         panels.append(_panel("measured", measured, first))
@@ -51,12 +51,21 @@ def timeline_section(plan: Plan | None, measured: Timeline | None) -> dict[str, 
     }
 
 
+def is_drawable(plan: Plan) -> bool:
+    """Whether a batch has not too many microbatches for a page."""
+    return _spans_of_a_batch(plan) <= MOST_SPANS
+
+
+def _spans_of_a_batch(plan: Plan) -> int:
+    """At most: each microbatch has forward, backward and four ends of messages on a stage."""
+    return 6 * plan.pp * plan.num_microbatches
+
+
 def predicted_timeline(plan: Plan, first_batch: int, num_batches: int) -> Timeline:
     """The end of a run of a plan: from a little before ``first_batch`` on, so that the pipeline is
     full by then, for so many batches or as many as a page shows."""
     lead = min(first_batch, _LEAD)
-    most = MOST_SPANS // (6 * plan.pp * plan.num_microbatches) + 1
-    played = lead + min(num_batches, most)
+    played = lead + min(num_batches, max(MOST_SPANS // _spans_of_a_batch(plan), 1))
     m, options = plan.num_microbatches, plan.options
     timeline = play(generate(plan.schedule, plan.pp, m, played, **options), plan.cost())
     updates = m // stage_rule(plan.schedule, 0, plan.pp, m, **options).microbatches_per_update
