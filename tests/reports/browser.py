@@ -19,7 +19,7 @@ FLAGS = (
 
 
 def find_browser() -> Path | None:
-    """The browser's folder, if kaleido of this kind is installed and its program starts here."""
+    """The browser's folder, if kaleido of this kind is installed."""
     spec = importlib.util.find_spec("kaleido")
     if spec is None or spec.origin is None:
         return None

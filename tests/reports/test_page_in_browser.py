@@ -112,7 +112,7 @@ def test_pointing_at_a_span_tells_of_both_timelines(page: Path) -> None:
 
 
 def test_zooming_and_moving(page: Path) -> None:
-    before, wheeled, moved, whole, plain = see(
+    before, wheeled, moved, dragged, whole, plain = see(
         page,
         HOVER
         + """
@@ -125,6 +125,10 @@ def test_zooming_and_moving(page: Path) -> None:
         views.push([...timeline.view, timeline.toNs(x)]);
         canvas.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
         views.push(timeline.view);
+        for (const [kind, by] of [["pointerdown", 0], ["pointermove", 50]]) {
+          canvas.dispatchEvent(new PointerEvent(kind, { clientX: left + x + by, buttons: 1 }));
+        }
+        views.push(timeline.view);
         [...document.querySelectorAll("button")].find((b) => b.textContent === "all").click();
         views.push([...timeline.view, timeline.end]);
         wheel(false);  // scrolls the page
@@ -136,6 +140,8 @@ def test_zooming_and_moving(page: Path) -> None:
     assert wheeled[2] == pytest.approx(30e6, abs=0.2e6)  # pointed at, to a pixel
     assert moved[0] > wheeled[0]
     assert moved[1] - moved[0] == pytest.approx(wheeled[1] - wheeled[0])
+    assert wheeled[0] < dragged[0] < moved[0]
+    assert dragged[1] - dragged[0] == pytest.approx(wheeled[1] - wheeled[0])
     assert whole[:2] == [0, whole[2]]
     assert plain == whole[:2]
 

@@ -110,11 +110,21 @@ def test_a_trace_reads_back(source: Any, tmp_path: Path) -> None:
     assert load_timeline(path) == timeline
 
 
+def trace_with(**wrong: Any) -> dict[str, Any]:
+    trace = chrome_trace(a_simulated_timeline())
+    next(event for event in trace["traceEvents"] if event["ph"] == "X").update(wrong)
+    return trace
+
+
 @pytest.mark.parametrize(
     ("trace", "message"),
     [
         ([], "not as twobw writes it"),
         ({"traceEvents": [{"ph": "X", "pid": 0}], "otherData": {}}, "KeyError: 'args'"),
+        (trace_with(cat=7), "AttributeError: 'int' object"),
+        (trace_with(ts=float("inf")), "OverflowError: cannot convert"),
+        (trace_with(ts="soon"), "TypeError"),
+        (trace_with(tid=9), "KeyError"),
         ({"traceEvents": [], "otherData": {"source": "guessed"}}, "its source is 'guessed'"),
     ],
 )

@@ -49,6 +49,15 @@ def test_a_run_without_a_plan_says_how_to_get_a_prediction(tmp_path: Path) -> No
     assert content["training"]["predicted_tokens_per_second"] is None
 
 
+def test_a_run_that_was_not_laid_out_as_its_plan_is_shown_without_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo", a_plan())
+    config = (folder / CONFIG).read_text()
+    (folder / CONFIG).write_text(config.replace("num_microbatches = 2", "num_microbatches = 4"))
+    content = run_content(load_run(folder))
+    assert content["notes"][0].endswith("for it: num_microbatches is 4, not 2.")
+    assert [panel["name"] for panel in content["timeline"]["panels"]] == ["measured"]
+
+
 def test_a_run_that_was_killed_shows_what_there_is(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     (folder / SUMMARY).unlink()

@@ -65,7 +65,7 @@ def timeline_of(trace: Any) -> Timeline:
         }
         spans = tuple(_span(event, lanes) for event in events if event["ph"] == "X")
         source = trace["otherData"]["source"]
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"not as twobw writes it ({type(error).__name__}: {error})") from None
     if source not in ("simulated", "measured"):
         raise ValueError(f"its source is {source!r}, neither simulated nor measured")

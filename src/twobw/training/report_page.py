@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def plan_content(plan: Plan) -> dict[str, Any]:
 
 def run_content(run: Run) -> dict[str, Any]:
     """What the page shows of a run: all that there is, and how to get what is not."""
-    notes = [] if run.plan is None else _notes_on(run.plan)
-    if run.plan is None:
+    run, notes = _with_its_own_plan(run)
+    if run.plan is not None:
+        notes += _notes_on(run.plan)
+    elif not notes:
         notes.append(
             "This run was not started from a plan, so nothing was predicted for it. "
             "`twobw train CONFIG --parallel auto` chooses a plan first, and `--parallel PLAN` "
@@ -84,6 +87,20 @@ def run_content(run: Run) -> dict[str, Any]:
         "training": _training_section(run),
         "alternatives": alternatives_section(run.plan) if run.plan else None,
     }
+
+
+def _with_its_own_plan(run: Run) -> tuple[Run, list[str]]:
+    """Without the plan if the run was not laid out so, and a word on that."""
+    if run.plan is None:
+        return run, []
+    parallel = run.config.get("parallel", {})
+    names = ("pp", "dp", "schedule", "num_microbatches")
+    differing = [name for name in names if parallel.get(name) != getattr(run.plan, name)]
+    if not differing:
+        return run, []
+    parts = (f"{name} is {parallel.get(name)}, not {getattr(run.plan, name)}" for name in differing)
+    note = "The run was not laid out as its plan says, so nothing was predicted for it: "
+    return replace(run, plan=None), [f"{note}{', '.join(parts)}."]
 
 
 def _notes_on(plan: Plan) -> list[str]:

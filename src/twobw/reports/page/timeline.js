@@ -243,14 +243,14 @@ class Timeline {
 
   listen() {
     const { canvas } = this;
-    let dragged = null;
+    let dragged = 0;
     canvas.addEventListener("pointerdown", (event) => {
       dragged = event.clientX;
+      this.hovered = null;
       tip.hide();
     });
-    addEventListener("pointerup", () => { dragged = null; });
     canvas.addEventListener("pointermove", (event) => {
-      if (dragged === null) return this.hover(event);
+      if (event.buttons !== 1) return this.hover(event);
       this.pan((dragged - event.clientX) / (this.width - LEFT));
       dragged = event.clientX;
     });
