@@ -76,7 +76,7 @@ function box(fill) {
 
 /** Axes of a chart: the SVG and the maps from values to its coordinates. */
 function axes({ width = 560, height = 250, x, y, xLabel, yLabel, xText = figure, label }) {
-  const left = 62, right = width - 14, top = 12, bottom = height - 38;
+  const left = 72, right = width - 14, top = 12, bottom = height - 38;
   const svg = element("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   const toX = (value) => left + ((value - x[0]) / (x[1] - x[0] || 1)) * (right - left);
   const toY = (value) => bottom - ((value - y[0]) / (y[1] - y[0] || 1)) * (bottom - top);
@@ -179,7 +179,7 @@ function memoryChart({ limit_bytes: limit, kinds, stages }) {
   const keys = kinds.map((kind, n) => key(kind.replace(/_/g, " "), box(KIND_COLORS[n % KIND_COLORS.length])));
   if (stages.some(({ measured }) => measured !== null)) keys.push(key("measured peak", line("var(--mark)", "none")));
   if (isLimitShown) keys.push(key(`limit: ${gigabytes(limit)}`, line("#d55e00", "4 2")));
-  const parts = [element("div", { class: "bar" }, ...keys), chart.svg];
+  const parts = [element("div", { class: "bar" }, ...keys), element("div", { class: "wide" }, chart.svg)];
   if (limit !== null && !isLimitShown) parts.push(element("p", {}, `The limit, ${gigabytes(limit)} a device, is far to the right of this.`));
   return element("div", {}, ...parts);
 }
@@ -234,5 +234,5 @@ function alternativesChart(content) {
     key("outlined: simulated", element("path", { d: SHAPES[0][1](12, 6), fill: "none", stroke: "var(--mark)" })));
   const left = layout.length - shown.length;
   const more = left ? [element("p", {}, `${left} more need over ${gigabytes(end)}.`)] : [];
-  return element("div", {}, element("div", { class: "bar" }, ...keys), chart.svg, ...more);
+  return element("div", {}, element("div", { class: "bar" }, ...keys), element("div", { class: "wide" }, chart.svg), ...more);
 }

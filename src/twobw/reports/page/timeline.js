@@ -114,7 +114,7 @@ class Timeline {
   drawAxis(context) {
     const unit = this.view[1] - this.view[0] < 1e5 ? [1e3, "µs"] : [1e6, "ms"];
     context.textAlign = "center";
-    for (const value of ticks(this.view[0] / unit[0], this.view[1] / unit[0], 8)) {
+    for (const value of ticks(this.view[0] / unit[0], this.view[1] / unit[0], (this.width - LEFT) / 120)) {
       const x = this.toX(value * unit[0]);
       context.fillStyle = this.color("line");
       context.fillRect(x, AXIS - 4, 1, this.height - AXIS);
