@@ -26,7 +26,9 @@ window.kaleido_scopes = {
       const told = [];
       listened.document.open();
       listened.addEventListener("error", ({ message }) => told.push(`error: ${message}`), true);
-      listened.document.addEventListener("securitypolicyviolation", ({ blockedURI }) => told.push(`policy: ${blockedURI}`));
+      listened.document.addEventListener("securitypolicyviolation", ({ blockedURI }) =>
+        told.push(`policy: ${blockedURI}`),
+      );
       for (const level of ["error", "warn"]) {
         listened.console[level] = (...words) => told.push(`${level}: ${words.join(" ")}`);
       }
@@ -35,9 +37,14 @@ window.kaleido_scopes = {
       listened.document.close();
       await loaded;
       const requests = [opened.contentWindow, listened].flatMap((window) =>
-        window.performance.getEntriesByType("resource").map(({ name }) => name));
+        window.performance.getEntriesByType("resource").map(({ name }) => name),
+      );
       const value = await new Function("window", script)(opened.contentWindow);
-      return { code: 0, message: "", result: { value, told, requests, url: opened.contentWindow.location.href } };
+      return {
+        code: 0,
+        message: "",
+        result: { value, told, requests, url: opened.contentWindow.location.href },
+      };
     } catch (error) {
       return { code: 1, message: `${error}\n${error.stack}`, result: null };
     }

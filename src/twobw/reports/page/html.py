@@ -11,7 +11,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-_SCRIPTS = ("charts.js", "timeline.js", "page.js")
+_SCRIPTS = ("elements.js", "charts.js", "plan.js", "timeline.js", "page.js")
 
 
 def html_page(title: str, content: Mapping[str, Any]) -> str:

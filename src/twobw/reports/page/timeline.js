@@ -1,8 +1,19 @@
 "use strict";
 // The timeline: panels of ranks on one axis of time, drawn on a canvas that zooms and pans.
 
-const LEFT = 78, AXIS = 22, HEAD = 20, COMPUTE = 20, COMMUNICATION = 5, ROW = 31;
+// In pixels: the names at the left, the axis, a panel's head; of a row both lanes, and all of it.
+const [LEFT, AXIS, HEAD] = [78, 22, 20];
+const [COMPUTE, COMMUNICATION, ROW] = [20, 5, 31];
 const ZOOM = 1.5;
+const NAMES = {
+  ...{ F: "forward", B: "backward", U: "update", R: "reduction" },
+  ...{ SA: "sends activation", RA: "receives activation" },
+  ...{ SG: "sends gradient", RG: "receives gradient" },
+};
+const COLORS = [
+  ...["forward-even", "forward-odd", "backward-even", "backward-odd", "update", "communication"],
+  ...["text", "faint", "line", "track", "mark"],
+];
 const MOST_PIXELS = 16000; // that every browser's canvas may be high
 
 /** The first place of an ascending list, from `from` to `to`, whose value is at least `value`. */
@@ -19,8 +30,11 @@ class Timeline {
   constructor(canvas, content) {
     this.canvas = canvas;
     this.content = content;
-    this.end = Math.max(...content.panels.map(({ spans }) => spans.start_ns.reduce(
-      (most, start, n) => Math.max(most, start + spans.duration_ns[n]), 0)));
+    this.end = Math.max(
+      ...content.panels.map(({ spans }) =>
+        spans.start_ns.reduce((most, start, n) => Math.max(most, start + spans.duration_ns[n]), 0),
+      ),
+    );
     this.rows = [];
     let top = AXIS;
     for (const panel of content.panels) {
@@ -28,7 +42,13 @@ class Timeline {
       top += HEAD;
       panel.byOp = new Map(panel.spans.kind.map((_, n) => [this.identity(panel, n), n]));
       panel.rows.forEach((row, number) => {
-        this.rows.push({ ...row, panel, top, ranges: this.ranges(panel.spans, number), gaps: this.range(panel.gaps, number) });
+        this.rows.push({
+          ...row,
+          panel,
+          top,
+          ranges: this.ranges(panel.spans, number),
+          gaps: this.range(panel.gaps, number),
+        });
         top += ROW;
       });
     }
@@ -54,7 +74,10 @@ class Timeline {
     const to = lowerBound(spans.row, row + 1, from, spans.row.length);
     let middle = from;
     while (middle < to && spans.is_compute[middle]) middle++;
-    return [[from, middle], [middle, to]];
+    return [
+      [from, middle],
+      [middle, to],
+    ];
   }
 
   /** Four batches, so that single ops can be seen. */
@@ -79,7 +102,8 @@ class Timeline {
   }
 
   zoom(factor, x = (LEFT + this.width) / 2) {
-    const fixed = this.toNs(x), [from, to] = this.view;
+    const fixed = this.toNs(x);
+    const [from, to] = this.view;
     this.show(fixed - (fixed - from) / factor, fixed + (to - fixed) / factor);
   }
 
@@ -89,8 +113,10 @@ class Timeline {
   }
 
   draw() {
-    const scale = Math.min(devicePixelRatio || 1, MOST_PIXELS / this.height), style = getComputedStyle(document.documentElement);
-    this.color = (name) => style.getPropertyValue(`--${name}`).trim();
+    const scale = Math.min(devicePixelRatio || 1, MOST_PIXELS / this.height);
+    const style = getComputedStyle(document.documentElement);
+    this.colors = {};
+    for (const name of COLORS) this.colors[name] = style.getPropertyValue(`--${name}`).trim();
     this.width = this.canvas.clientWidth || 900;
     this.canvas.style.height = `${this.height}px`;
     this.canvas.width = Math.round(this.width * scale);
@@ -102,7 +128,7 @@ class Timeline {
     this.numDrawn = 0;
     this.drawAxis(context);
     for (const panel of this.content.panels) {
-      context.fillStyle = this.color("text");
+      context.fillStyle = this.colors.text;
       context.font = "bold 12px system-ui, sans-serif";
       context.fillText(panel.name, 0, panel.top + HEAD / 2);
     }
@@ -112,26 +138,31 @@ class Timeline {
   }
 
   drawAxis(context) {
-    const unit = this.view[1] - this.view[0] < 1e5 ? [1e3, "µs"] : [1e6, "ms"];
+    const [from, to] = this.view;
+    const [unit, name] = to - from < 1e5 ? [1e3, "µs"] : [1e6, "ms"];
     context.textAlign = "center";
-    for (const value of ticks(this.view[0] / unit[0], this.view[1] / unit[0], (this.width - LEFT) / 120)) {
-      const x = this.toX(value * unit[0]);
-      context.fillStyle = this.color("line");
+    for (const value of ticks(from / unit, to / unit, (this.width - LEFT) / 120)) {
+      const x = this.toX(value * unit);
+      context.fillStyle = this.colors.line;
       context.fillRect(x, AXIS - 4, 1, this.height - AXIS);
-      context.fillStyle = this.color("faint");
-      context.fillText(`${figure(value)} ${unit[1]}`, Math.min(Math.max(x, LEFT + 20), this.width - 24), 8);
+      context.fillStyle = this.colors.faint;
+      context.fillText(
+        `${figure(value)} ${name}`,
+        Math.min(Math.max(x, LEFT + 20), this.width - 24),
+        8,
+      );
     }
     context.textAlign = "left";
   }
 
   drawRow(context, row) {
-    context.fillStyle = this.color("faint");
+    context.fillStyle = this.colors.faint;
     context.fillText(this.nameOf(row), 0, row.top + COMPUTE / 2);
     context.save();
     context.beginPath();
     context.rect(LEFT, row.top, this.width - LEFT, ROW);
     context.clip();
-    context.fillStyle = this.color("track");
+    context.fillStyle = this.colors.track;
     context.fillRect(LEFT, row.top, this.width - LEFT, COMPUTE);
     const [compute, others] = row.ranges;
     this.drawSpans(context, row, others, row.top + COMPUTE + 1, COMMUNICATION, false);
@@ -145,14 +176,16 @@ class Timeline {
     return rank === stage ? `rank ${rank}` : `${rank} (stage ${stage})`;
   }
 
-  /** Spans of one lane; of several that share a pixel the first. */
+  /** Spans of one lane; of compute spans that share a pixel the first. */
   drawSpans(context, { panel }, [from, to], top, height, isCompute) {
     const { start_ns: starts, duration_ns: durations } = panel.spans;
+    const first = isCompute ? Math.max(lowerBound(starts, this.view[0], from, to) - 1, from) : from;
     let last = -Infinity;
-    for (let n = isCompute ? Math.max(lowerBound(starts, this.view[0], from, to) - 1, from) : from; n < to; n++) {
-      if (starts[n] > this.view[1]) { if (isCompute) break; else continue; }
-      const left = Math.max(this.toX(starts[n]), LEFT - 2), right = this.toX(starts[n] + durations[n]);
-      if (right < LEFT || (isCompute && right - last < 0.4)) continue;
+    for (let n = first; n < to; n++) {
+      if (isCompute && starts[n] > this.view[1]) break;
+      const left = Math.max(this.toX(starts[n]), LEFT - 2);
+      const right = this.toX(starts[n] + durations[n]);
+      if (right < LEFT || left > this.width || (isCompute && right - last < 0.4)) continue;
       last = right;
       const width = Math.max(right - left, 0.5);
       context.fillStyle = this.colorOf(panel.spans, n);
@@ -163,18 +196,22 @@ class Timeline {
   }
 
   colorOf(spans, n) {
-    const kind = this.content.kinds[spans.kind[n]], parity = spans.version[n] % 2 ? "odd" : "even";
-    if (kind === "F") return this.color(`forward-${parity}`);
-    if (kind === "B") return this.color(`backward-${parity}`);
-    return this.color(kind === "U" ? "update" : "communication");
+    const kind = this.content.kinds[spans.kind[n]];
+    const parity = spans.version[n] % 2 ? "odd" : "even";
+    if (kind === "F") return this.colors[`forward-${parity}`];
+    if (kind === "B") return this.colors[`backward-${parity}`];
+    return kind === "U" ? this.colors.update : this.colors.communication;
   }
 
   /** The whole text of an op, or its version, or nothing: what there is room for. */
   label(context, panel, n, left, width, middle) {
-    const version = `@${panel.spans.version[n]}`;
-    const text = [this.text(panel, n), version].find((words) => context.measureText(words).width < width - 5);
+    if (width < 12) return;
+    const version = panel.spans.version[n];
+    const fits = (text) => context.measureText(text).width < width - 5;
+    const text = [this.text(panel, n), `@${version}`].find(fits);
     if (text === undefined) return;
-    context.fillStyle = panel.spans.version[n] % 2 && this.content.kinds[panel.spans.kind[n]] !== "U" ? "#10151c" : "#ffffff";
+    const isLight = version % 2 && this.content.kinds[panel.spans.kind[n]] !== "U";
+    context.fillStyle = isLight ? "#10151c" : "#ffffff";
     context.fillText(text, left + 3, middle);
   }
 
@@ -184,42 +221,52 @@ class Timeline {
 
   outline(context, { row, start, end, isCompute }) {
     const left = Math.max(this.toX(start), LEFT);
-    context.strokeStyle = this.color("mark");
+    const width = Math.max(this.toX(end) - left, 1);
+    const [top, height] = isCompute ? [row.top, COMPUTE] : [row.top + COMPUTE + 1, COMMUNICATION];
+    context.strokeStyle = this.colors.mark;
     context.lineWidth = 1.5;
-    context.strokeRect(left, row.top + (isCompute ? 0 : COMPUTE + 1), Math.max(this.toX(end) - left, 1), isCompute ? COMPUTE : COMMUNICATION);
+    context.strokeRect(left, top, width, height);
   }
 
   /** The span or gap at a place of the canvas, with what is to be said of it. */
   at(x, y) {
     const row = this.rows.find(({ top }) => y >= top && y < top + ROW);
     if (!row || x < LEFT) return null;
-    const isCompute = y < row.top + COMPUTE, ns = this.toNs(x), { spans } = row.panel;
+    const isCompute = y < row.top + COMPUTE;
+    const ns = this.toNs(x);
+    const { spans, gaps } = row.panel;
     const [from, to] = row.ranges[isCompute ? 0 : 1];
     for (let n = from; n < to; n++) {
-      const start = spans.start_ns[n], end = start + spans.duration_ns[n];
-      if (start <= ns && ns <= end) return { row, start, end, isCompute, text: this.describe(row, n) };
+      const [start, end] = [spans.start_ns[n], spans.start_ns[n] + spans.duration_ns[n]];
+      if (start <= ns && ns <= end)
+        return { row, start, end, isCompute, text: this.describe(row, n) };
     }
-    const { gaps } = row.panel;
-    const gap = isCompute && row.gaps.find((n) => gaps.start_ns[n] <= ns && ns <= gaps.end_ns[n]);
-    if (gap === false || gap === undefined) return null;
-    return { row, start: gaps.start_ns[gap], end: gaps.end_ns[gap], isCompute, text: this.explain(row, gap) };
+    for (const n of isCompute ? row.gaps : []) {
+      const [start, end] = [gaps.start_ns[n], gaps.end_ns[n]];
+      if (start <= ns && ns <= end)
+        return { row, start, end, isCompute, text: this.explain(row, n) };
+    }
+    return null;
   }
 
   describe(row, n) {
-    const { panel, panel: { spans } } = row;
-    const names = { F: "forward", B: "backward", U: "update", R: "reduction", SA: "sends activation", RA: "receives activation", SG: "sends gradient", RG: "receives gradient" };
+    const { panel } = row;
+    const { kind, microbatch, batch, version } = panel.spans;
     const lines = [
-      `${this.text(panel, n)}: ${names[this.content.kinds[spans.kind[n]]]}, microbatch ${spans.microbatch[n]}`,
-      `batch ${spans.batch[n]}, weight version ${spans.version[n]}; ${this.nameOf(row)}`,
-      `${panel.name} ${milliseconds(spans.duration_ns[n])}, from ${milliseconds(spans.start_ns[n])}`,
+      `${this.text(panel, n)}: ${NAMES[this.content.kinds[kind[n]]]}, microbatch ${microbatch[n]}`,
+      `batch ${batch[n]}, weight version ${version[n]}; ${this.nameOf(row)}`,
+      this.time(panel, n),
     ];
     for (const other of this.content.panels) {
       const same = other === panel ? undefined : other.byOp.get(this.identity(panel, n));
-      if (same !== undefined) {
-        lines.push(`${other.name} ${milliseconds(other.spans.duration_ns[same])}, from ${milliseconds(other.spans.start_ns[same])}`);
-      }
+      if (same !== undefined) lines.push(this.time(other, same));
     }
     return lines.join("\n");
+  }
+
+  time({ name, spans }, n) {
+    const [start, duration] = [spans.start_ns[n], spans.duration_ns[n]].map(milliseconds);
+    return `${name} ${duration}, from ${start}`;
   }
 
   explain(row, n) {
@@ -235,10 +282,11 @@ class Timeline {
 
   hover(event) {
     const { left, top } = this.canvas.getBoundingClientRect();
+    const before = this.hovered;
     this.hovered = this.at(event.clientX - left, event.clientY - top);
     if (this.hovered) tip.show(event, this.hovered.text);
     else tip.hide();
-    this.draw();
+    if ((before && before.text) !== (this.hovered && this.hovered.text)) this.draw();
   }
 
   listen() {
@@ -259,17 +307,25 @@ class Timeline {
       tip.hide();
       this.draw();
     });
-    canvas.addEventListener("wheel", (event) => {
-      if (event.ctrlKey || event.metaKey) {
-        this.zoom(1.002 ** -event.deltaY, event.clientX - canvas.getBoundingClientRect().left);
-      } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-        this.pan((event.deltaX || event.deltaY) / this.width);
-      } else return;
-      event.preventDefault();
-    }, { passive: false });
+    canvas.addEventListener(
+      "wheel",
+      (event) => {
+        if (event.ctrlKey || event.metaKey) {
+          this.zoom(1.002 ** -event.deltaY, event.clientX - canvas.getBoundingClientRect().left);
+        } else if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
+          this.pan((event.deltaX || event.deltaY) / this.width);
+        } else return;
+        event.preventDefault();
+      },
+      { passive: false },
+    );
     const keys = {
-      "+": () => this.zoom(ZOOM), "=": () => this.zoom(ZOOM), "-": () => this.zoom(1 / ZOOM),
-      ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), 0: () => this.show(0, this.end),
+      "+": () => this.zoom(ZOOM),
+      "=": () => this.zoom(ZOOM),
+      "-": () => this.zoom(1 / ZOOM),
+      ArrowLeft: () => this.pan(-0.2),
+      ArrowRight: () => this.pan(0.2),
+      0: () => this.show(0, this.end),
     };
     canvas.addEventListener("keydown", (event) => {
       if (!(event.key in keys) || event.ctrlKey || event.metaKey) return;
