@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.reports.pages import NUM_BATCHES, a_plan, make_run
+from tests.reports.pages import NUM_BATCHES, a_measured_timeline, a_plan, make_run
 from twobw.cli import main
+from twobw.reports.perfetto import chrome_trace
 from twobw.training.report_page import run_content, run_report_command, thinned
 from twobw.training.run_folder import CONFIG, METRICS, PLAN, SUMMARY, TIMELINE
 from twobw.training.run_reading import load_run
@@ -56,6 +57,14 @@ def test_a_run_that_was_not_laid_out_as_its_plan_is_shown_without_it(tmp_path: P
     content = run_content(load_run(folder))
     assert content["notes"][0].endswith("for it: num_microbatches is 4, not 2.")
     assert [panel["name"] for panel in content["timeline"]["panels"]] == ["measured"]
+
+
+def test_a_timeline_after_a_change_of_schedule_says_where_it_begins(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo", a_plan())
+    assert not any("begin anew" in note for note in run_content(load_run(folder))["notes"])
+    (folder / TIMELINE).write_text(json.dumps(chrome_trace(a_measured_timeline(4))))
+    content = run_content(load_run(folder))
+    assert any("timeline's batch 0 is the run's batch 6" in note for note in content["notes"])
 
 
 def test_a_run_that_was_killed_shows_what_there_is(tmp_path: Path) -> None:

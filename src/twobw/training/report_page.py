@@ -73,6 +73,11 @@ def run_content(run: Run) -> dict[str, Any]:
         notes.append(f"The run failed: {run.ending.failure}")
     if run.timeline is None:
         notes.append(f"There is no measured timeline: a run writes {TIMELINE} when it ends.")
+    elif switched := _batches_before(run.timeline, run):
+        notes.append(
+            f"The timeline's batch 0 is the run's batch {switched}: numbers begin anew where the "
+            "schedule changes or a run is resumed."
+        )
     peaks = [stage.peak_bytes for stage in run.batches[-1].stages] if run.batches else None
     if peaks:
         notes.append(
@@ -87,6 +92,13 @@ def run_content(run: Run) -> dict[str, Any]:
         "training": _training_section(run),
         "alternatives": alternatives_section(run.plan) if run.plan else None,
     }
+
+
+def _batches_before(timeline: Timeline, run: Run) -> int:
+    """Batches that were trained before the timeline's batch 0: a new schedule counts anew."""
+    if not timeline.spans or not run.batches:
+        return 0
+    return run.batches[-1].batch - max(span.op.batch for span in timeline.spans)
 
 
 def _with_its_own_plan(run: Run) -> tuple[Run, list[str]]:
