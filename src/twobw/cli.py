@@ -42,6 +42,8 @@ def train(
     config: Path,
     /,
     *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+    parallel: str | None = None,
+    cluster: Path | None = None,
 ) -> int:
     """Train a model as a TOML file says.
 
@@ -52,20 +54,38 @@ def train(
     ----------
     config
         The TOML file.
+    parallel
+        A plan that `twobw plan` has written: stages, replicas, microbatches, schedule, split and
+        recompute are taken from it. Or `auto`: the model is profiled on this machine first, and
+        the best plan is chosen and shown.
+    cluster
+        For `auto`: a TOML file that describes the devices, instead of this machine's.
     """
-    checked = load_config(config, parse_settings(settings))
+    from twobw.training.planning import AUTO, Planned, choose_plan, config_of_plan
+
+    overrides = parse_settings(settings)
+    if cluster is not None and parallel != AUTO:
+        raise ValueError(f"--cluster {cluster} needs --parallel {AUTO}")
+    if parallel is None or parallel == AUTO:
+        planned = Planned(load_config(config, overrides))
+    else:
+        planned = config_of_plan(config, overrides, Path(parallel))
     die_on([SIGINT])  # some import inside torch swallows Python's KeyboardInterrupt
     from twobw.training.initial_weights import check_initial_weights
     from twobw.training.samples import check_samples
     from twobw.training.worker import has_outer_launcher, run_rank
 
-    check_initial_weights(checked)
-    check_samples(checked)
+    check_initial_weights(planned.config)
+    check_samples(planned.config)
+    if parallel == AUTO:
+        from twobw.profiler.measure import measure_profile
+
+        planned = choose_plan(config, overrides, planned.config, cluster, measure_profile)
     if has_outer_launcher():
-        return run_rank(checked)
+        return run_rank(planned.config, planned.files)
     from twobw.training.launch import launch
 
-    return launch(checked)
+    return launch(planned.config, planned.files)
 
 
 @app.command(help_epilogue=_SETTINGS)

@@ -63,7 +63,7 @@ def profile(
     return ModelProfile(
         schema_version=1,
         kind="measured",
-        model="made up",
+        model=more.pop("model", "made up"),
         device="none",
         num_threads=1,
         precision=precision,

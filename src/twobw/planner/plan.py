@@ -11,9 +11,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from twobw.core.costs import LinkCost, OverheadCost, PipelineCost, SharedReduction, StageCost
 from twobw.core.generators import stage_rule
 from twobw.core.memory import StageBytes
-from twobw.planner.configuration import Configuration, Placement, Recompute
+from twobw.planner.configuration import Configuration, Placement, Recompute, known_options
 
 SCHEMA_VERSION: Literal[1] = 1
+
+PLANNED_SETTINGS = frozenset(
+    {
+        "parallel.pp",
+        "parallel.dp",
+        "parallel.schedule",
+        "parallel.num_microbatches",
+        "parallel.extra_in_flight",
+        "parallel.update_lag",
+        "parallel.split",
+        "parallel.overlap_reduce",
+        "parallel.shard_optimizer",
+        "training.recompute",
+    }
+)
+"""The settings of a run that a plan chooses, by dotted name."""
 
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
@@ -229,15 +245,16 @@ class Plan(_Record):
         )
 
     def settings(self) -> dict[str, str]:
-        """What a run's config must say, by dotted name."""
-        lag = {"parallel.update_lag": str(self.update_lag)}
+        """What a run's config must say, by dotted name: the `PLANNED_SETTINGS`, and the global
+        batch that they are for."""
+        has_lag = "update_lag" in known_options(self.schedule)
         return {
             "parallel.pp": str(self.pp),
             "parallel.dp": str(self.dp),
             "parallel.schedule": self.schedule,
             "parallel.num_microbatches": str(self.num_microbatches),
             "parallel.extra_in_flight": str(self.extra_in_flight),
-            **(lag if self.schedule == "2bw-fresh" else {}),
+            "parallel.update_lag": str(self.update_lag) if has_lag else "measured",
             "parallel.split": str(list(self.split)),
             "parallel.overlap_reduce": str(self.overlap_reduce).lower(),
             "parallel.shard_optimizer": str(self.shard_optimizer).lower(),

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from twobw.config import Config, write_resolved_config
+from twobw.config import Config
 from twobw.training.failures import (
     Failure,
     describe_exit,
@@ -28,14 +28,13 @@ from twobw.training.failures import (
 )
 from twobw.training.invocation import invocation
 from twobw.training.run_folder import (
-    CONFIG,
+    NO_FILES,
     SUMMARY,
     WEIGHTS,
-    create_run_folder,
     failure_of,
     failure_path,
     log_path,
-    replacing,
+    open_run_folder,
 )
 
 _SHOW_CURSOR = "\x1b[?25h"
@@ -63,16 +62,18 @@ class RankLogs(LogsSpecs):
         return str(self._folder)
 
 
-def launch(config: Config) -> int:
+def launch(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
     """Train with ``pp * dp`` ranks on this machine; return the exit code of the command.
 
     The first Ctrl-C (or SIGTERM) lets the ranks finish the batch, drain and save; before training
     has begun it ends them, as a second does at any time. When a rank dies the others are ended,
     and the last line on standard error names the rank, its stage and the reason.
+
+    Args:
+        config: of the run.
+        files: to be left in its folder, text by name.
     """
-    folder = create_run_folder(Path(config.run.folder), config.run.name)
-    with replacing(folder / CONFIG) as path:
-        write_resolved_config(config, path)
+    folder = open_run_folder(config, files)
     # Ranks of one machine meet on the loopback, whatever its name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ["OMP_NUM_THREADS"] = str(config.training.num_threads)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from twobw.config import Config, write_resolved_config
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 TIMELINE = "timeline.json"
 PLAN = "plan.json"
+PROFILE = "profile.json"
 WEIGHTS = "weights.safetensors"
 BEST_WEIGHTS = "best.safetensors"
 TENSORBOARD = "tensorboard"
+
+NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 def create_run_folder(parent: Path, name: str) -> Path:
@@ -35,6 +41,16 @@ def create_run_folder(parent: Path, name: str) -> Path:
             number += 1
         else:
             return folder
+
+
+def open_run_folder(config: Config, files: Mapping[str, str]) -> Path:
+    """Make and return the folder of a run, with its config and ``files`` (text by name) in it."""
+    folder = create_run_folder(Path(config.run.folder), config.run.name)
+    with replacing(folder / CONFIG) as path:
+        write_resolved_config(config, path)
+    for name, text in files.items():
+        write_text(folder / name, text)
+    return folder
 
 
 def log_path(folder: Path, rank: int) -> Path:

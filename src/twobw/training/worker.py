@@ -7,16 +7,17 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from twobw.config import Config, ConfigError, read_resolved_config, write_resolved_config
+from twobw.config import Config, ConfigError, read_resolved_config
 from twobw.training.failures import last_words, record_failure, record_termination, stage_of
 from twobw.training.invocation import invocation
-from twobw.training.run_folder import CONFIG, create_run_folder, failure_of, log_path, replacing
+from twobw.training.run_folder import CONFIG, NO_FILES, failure_of, log_path, open_run_folder
 from twobw.training.stopping import die_on, die_with_parent, report_termination
 
 _AFTER_THE_CAUSE_S = 2.0
@@ -52,8 +53,12 @@ def main() -> None:
         _exit_at_once()
 
 
-def run_rank(config: Config) -> int:
+def run_rank(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
     """Be a rank of an outer launcher; return the exit code of the command.
+
+    Args:
+        config: of the run.
+        files: to be left in its folder, text by name.
 
     Raises:
         ConfigError: the launcher started another number of ranks than the config has.
@@ -75,7 +80,7 @@ def run_rank(config: Config) -> int:
     folder: Path | None = None
     try:
         _init_process_group(config)
-        folder = _agree_on_folder(config, rank)
+        folder = _agree_on_folder(config, files, rank)
         _train(config, folder, stop_signals, invocation())
     except Exception as error:
         _report(folder, rank, stage_of(rank, dp), error)
@@ -108,16 +113,13 @@ def _init_process_group(config: Config) -> None:
     distributed.init_process_group("nccl", timeout=timeout, device_id=device)
 
 
-def _agree_on_folder(config: Config, rank: int) -> Path:
+def _agree_on_folder(config: Config, files: Mapping[str, str], rank: int) -> Path:
     """Rank 0 makes the folder and tells the others, which may be on machines of their own."""
     from torch import distributed
 
     names: list[str] = [""]
     if rank == 0:
-        folder = create_run_folder(Path(config.run.folder), config.run.name)
-        with replacing(folder / CONFIG) as path:
-            write_resolved_config(config, path)
-        names = [str(folder)]
+        names = [str(open_run_folder(config, files))]
     distributed.broadcast_object_list(names, src=0)
     folder = Path(names[0])
     folder.mkdir(parents=True, exist_ok=True)
