@@ -13,6 +13,8 @@ from tests.dist.commands import Ended, batches_of, started, wait_until
 from twobw.cli import main
 from twobw.config import read_resolved_config
 from twobw.models.whole import whole_model
+from twobw.training.report_page import run_content, run_report_command
+from twobw.training.run_reading import load_run
 
 ENDLESS = ("--training.num_batches", "1000000", "--training.log_every", "1000000")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -95,6 +97,17 @@ def test_the_timeline_has_every_op_of_both_ranks(whole_run: tuple[Path, Ended]) 
         assert sorted(n for n in names if n[0] == "F") == sorted(f"F{n}" for n in range(48))
         assert [n for n in names if n[0] == "B"] == [f"B{n}" for n in range(48)]
         assert [n for n in names if n[0] == "U"] == [f"U{4 * n + 3}" for n in range(12)]
+
+
+def test_a_report_shows_every_op_and_batch(whole_run: tuple[Path, Ended], tmp_path: Path) -> None:
+    content = run_content(load_run(whole_run[0]))
+    (panel,) = content["timeline"]["panels"]
+    kinds = [content["timeline"]["kinds"][kind] for kind in panel["spans"]["kind"]]
+    microbatches = 4 * 12  # of 12 batches
+    assert (kinds.count("F"), kinds.count("B")) == (2 * microbatches, 2 * microbatches)
+    assert kinds.count("U") == 2 * 12
+    assert [batch for batch, _ in content["training"]["loss"]] == list(range(12))
+    assert run_report_command(whole_run[0], tmp_path / "page.html").startswith("the report is in")
 
 
 def test_the_weights_can_be_sampled(

@@ -49,7 +49,7 @@ function figure(value) {
 }
 
 function gigabytes(bytes) {
-  return bytes >= 1e8 ? `${(bytes / 1e9).toFixed(2)} GB` : `${(bytes / 1e6).toFixed(2)} MB`;
+  return bytes >= 1e9 ? `${(bytes / 1e9).toFixed(2)} GB` : `${(bytes / 1e6).toFixed(2)} MB`;
 }
 
 function milliseconds(ns) {
