@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from twobw.core.costs import PipelineCost
 from twobw.core.losses import find_losses
 from twobw.core.steady import steady_state
 from twobw.planner.cluster import ClusterSpec
-from twobw.planner.configuration import Configuration, Training
-from twobw.planner.memory import StageMemory
+from twobw.planner.configuration import (
+    Configuration,
+    Training,
+    defers_updates,
+    known_options,
+)
+from twobw.planner.costing import pipeline_cost, reduce_slots
+from twobw.planner.memory import StageMemory, stage_memory
 from twobw.planner.plan import LinkPlan, OverheadPlan, Plan, ReductionPlan, StagePlan
 from twobw.profiler.profile import ModelProfile
 
@@ -33,6 +40,51 @@ def simulated_ns(
     shorter = longer // 2
     some, more = period_ns(shorter), period_ns(longer)
     return round(more + (m - longer) * (more - some) / (longer - shorter))
+
+
+def predict(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: Training,
+    configuration: Configuration,
+    split: Sequence[int],
+) -> Plan:
+    """The plan that a configuration is, by simulation. Where updates can come later, they do so by
+    as much as their reductions take, whatever ``configuration.update_lag``.
+
+    Args:
+        profile: of the model.
+        cluster: the devices.
+        training: what is given.
+        configuration: what is chosen.
+        split: layers of each stage.
+
+    Raises:
+        ValueError: the microbatch size was not profiled.
+    """
+    split = tuple(split)
+    cost = pipeline_cost(profile, cluster, training, configuration, split)
+    defers = defers_updates(profile, training, configuration, split)
+    if defers and "update_lag" in known_options(configuration.schedule):
+        lag = reduce_slots(cost, configuration.num_microbatches)
+        configuration = replace(configuration, update_lag=lag)
+    options = configuration.options(defers=defers)
+    return make_plan(
+        profile,
+        cluster,
+        training,
+        configuration,
+        cost,
+        split=split,
+        memory=[
+            stage_memory(profile, training, configuration, split, stage)
+            for stage in range(configuration.pp)
+        ],
+        options=options,
+        batch_ns=simulated_ns(
+            configuration.schedule, configuration.num_microbatches, cost, options
+        ),
+    )
 
 
 def make_plan(

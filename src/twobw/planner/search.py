@@ -13,11 +13,10 @@ from twobw.planner.configuration import (
     defers_updates,
     known_options,
 )
-from twobw.planner.costing import pipeline_cost, reduce_slots
 from twobw.planner.memory import MemoryTable, StageMemory
 from twobw.planner.partition import split_layers
 from twobw.planner.plan import Alternative, Plan
-from twobw.planner.prediction import make_plan, simulated_ns, with_losses
+from twobw.planner.prediction import predict, with_losses
 from twobw.profiler.profile import ModelProfile
 
 _MORE_SIMULATED = 2  # plans than are wanted, since closed forms may order them otherwise
@@ -259,26 +258,8 @@ class _Searcher:
 
     def _plan(self, fitting: _Fitting) -> Plan:
         """Simulated."""
-        configuration, split = fitting.configuration, fitting.split
-        cost = pipeline_cost(self._profile, self._cluster, self._training, configuration, split)
-        defers = defers_updates(self._profile, self._training, configuration, split)
-        if defers and "update_lag" in known_options(configuration.schedule):
-            lag = reduce_slots(cost, configuration.num_microbatches)
-            configuration = replace(configuration, update_lag=lag)
-        options = configuration.options(defers=defers)
-        batch_ns = simulated_ns(
-            configuration.schedule, configuration.num_microbatches, cost, options
-        )
-        return make_plan(
-            self._profile,
-            self._cluster,
-            self._training,
-            configuration,
-            cost,
-            split=split,
-            memory=self._memory(configuration, split),
-            options=options,
-            batch_ns=batch_ns,
+        return predict(
+            self._profile, self._cluster, self._training, fitting.configuration, fitting.split
         )
 
     def _leanest(self, depths_with_plan: set[int]) -> list[Rejection]:
