@@ -22,6 +22,12 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
+class StagePeak(_Part):
+    """Of a line of ``metrics.jsonl``, what is there for each stage."""
+
+    peak_bytes: int
+
+
 class Batch(_Part):
     """Of a line of ``metrics.jsonl``; see `twobw.training.metrics.BatchRow`."""
 
@@ -29,12 +35,6 @@ class Batch(_Part):
     loss: float | None
     tokens_per_second: float
     stages: tuple[StagePeak, ...]
-
-
-class StagePeak(_Part):
-    """Of a line of ``metrics.jsonl``, what is there for each stage."""
-
-    peak_bytes: int
 
 
 class Validation(_Part):

@@ -43,6 +43,14 @@ function ticks(from, to, count) {
   return found;
 }
 
+function words(name) {
+  return name.replace(/_/g, " ");
+}
+
+function sum(values) {
+  return values.reduce((total, value) => total + value, 0);
+}
+
 /** Up to four digits, with thousands apart. */
 function figure(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: 4 });

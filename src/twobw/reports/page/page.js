@@ -124,7 +124,7 @@ function trainingSection(content) {
 
 function build(content) {
   const main = document.getElementById("main");
-  const page = { content };
+  const page = {};
   const facts = content.facts.map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value)),
   );

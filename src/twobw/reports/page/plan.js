@@ -4,10 +4,10 @@
 const LIMIT = { stroke: "#d55e00", "stroke-dasharray": "5 4" };
 const BAR = 22;
 const BAR_ROW = 30;
-const KIND_COLORS = [
-  ...["#0072b2", "#56b4e9", "#9ecae1", "#004c6d", "#d55e00", "#f0a850"],
-  ...["#009e73", "#7fc8a9", "#cc79a7", "#e6b8d2", "#8c8c8c", "#f0e442"],
-];
+const KIND_COLORS = (
+  "#0072b2 #56b4e9 #9ecae1 #004c6d #d55e00 #f0a850 " +
+  "#009e73 #7fc8a9 #cc79a7 #e6b8d2 #8c8c8c #f0e442"
+).split(" ");
 const SCHEDULE_MARKS = [
   ["#0072b2", (x, y) => `M${x - 4} ${y}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0`],
   ["#d55e00", (x, y) => `M${x - 4} ${y - 4}h8v8h-8z`],
@@ -17,14 +17,6 @@ const SCHEDULE_MARKS = [
 ];
 const STAR = (x, y) =>
   `M${x} ${y - 10}l2.9 6.2l6.6 .8l-4.9 4.6l1.3 6.6l-5.9 -3.3l-5.9 3.3l1.3 -6.6l-4.9 -4.6l6.6 -.8z`;
-
-function words(name) {
-  return name.replace(/_/g, " ");
-}
-
-function sum(values) {
-  return values.reduce((total, value) => total + value, 0);
-}
 
 function unitFor(bytes) {
   return bytes >= 1e9 ? [1e9, "GB"] : [1e6, "MB"];
@@ -39,8 +31,13 @@ function memoryChart({ limit_bytes: limit, kinds, stages }) {
   const end = (isLimitShown ? Math.max(most, limit) : most) * 1.04;
   const [unit, xLabel] = unitFor(end);
   const chart = axes({
-    ...{ width: 1120, height: stages.length * BAR_ROW + 52, x: [0, end / unit], y: [0, 0] },
-    ...{ xLabel, yLabel: "", label: "memory by stage and kind" },
+    width: 1120,
+    height: stages.length * BAR_ROW + 52,
+    x: [0, end / unit],
+    y: [0, 0],
+    xLabel,
+    yLabel: "",
+    label: "memory by stage and kind",
   });
   const toX = (bytes) => chart.toX(bytes / unit);
   const keys = kinds.map((kind, n) => key(words(kind), box(KIND_COLORS[n % KIND_COLORS.length])));
@@ -70,7 +67,11 @@ function memoryBar(stage, kinds, predicted, toX, y) {
     const before = sum(predicted.slice(0, kind));
     const x = toX(before);
     const part = element("rect", {
-      ...{ x, y, width: toX(before + bytes) - x, height: BAR, class: "memory" },
+      x,
+      y,
+      width: toX(before + bytes) - x,
+      height: BAR,
+      class: "memory",
       fill: KIND_COLORS[kind % KIND_COLORS.length],
     });
     const whole = `${gigabytes(sum(predicted))} in all`;
@@ -93,9 +94,12 @@ function alternativesChart(content) {
   const shown = peaks.map((_, n) => n).filter((n) => peaks[n] <= end);
   const [unit, name] = unitFor(end);
   const chart = axes({
-    ...{ width: 1120, height: 420, x: [0, end / unit] },
+    width: 1120,
+    height: 420,
+    x: [0, end / unit],
     y: [0, Math.max(...shown.map((n) => speeds[n])) * 1.08],
-    ...{ xLabel: `memory of the fullest stage, ${name}`, yLabel: "samples a second" },
+    xLabel: `memory of the fullest stage, ${name}`,
+    yLabel: "samples a second",
     label: "throughput over memory",
   });
   const place = (n) => [chart.toX(peaks[n] / unit), chart.toY(speeds[n])];

@@ -6,14 +6,19 @@ const [LEFT, AXIS, HEAD] = [78, 22, 20];
 const [COMPUTE, COMMUNICATION, ROW] = [20, 5, 31];
 const ZOOM = 1.5;
 const NAMES = {
-  ...{ F: "forward", B: "backward", U: "update", R: "reduction" },
-  ...{ SA: "sends activation", RA: "receives activation" },
-  ...{ SG: "sends gradient", RG: "receives gradient" },
+  F: "forward",
+  B: "backward",
+  U: "update",
+  R: "reduction",
+  SA: "sends activation",
+  RA: "receives activation",
+  SG: "sends gradient",
+  RG: "receives gradient",
 };
-const COLORS = [
-  ...["forward-even", "forward-odd", "backward-even", "backward-odd", "update", "communication"],
-  ...["text", "faint", "line", "track", "mark"],
-];
+const COLORS = (
+  "forward-even forward-odd backward-even backward-odd update communication " +
+  "text faint line track mark"
+).split(" ");
 const MOST_PIXELS = 16000; // that every browser's canvas may be high
 
 /** The first place of an ascending list, from `from` to `to`, whose value is at least `value`. */
