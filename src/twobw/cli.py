@@ -275,6 +275,23 @@ def simulate(
 
 
 @app.command
+def compare(run: Path, /, *, profile: Path | None = None) -> None:
+    """Set what was predicted of a run beside what it measured: time of a batch, busy and idle time
+    and memory of each stage, and what throughput was lost to.
+
+    Parameters
+    ----------
+    run
+        The folder of a run that has ended.
+    profile
+        Predict from this profile; needed for a run that was not started from a plan.
+    """
+    from twobw.training.comparison import run_compare_command
+
+    sys.stdout.write(run_compare_command(run, profile) + "\n")
+
+
+@app.command
 def report(source: Path, /, *, out: Path | None = None) -> None:
     """Write one HTML page on a run or a plan: what was predicted above what was measured, rank by
     rank; memory; loss and throughput; what the plan was chosen among. It needs no network.

@@ -55,7 +55,9 @@ def test_a_run_that_was_not_laid_out_as_its_plan_is_shown_without_it(tmp_path: P
     config = (folder / CONFIG).read_text()
     (folder / CONFIG).write_text(config.replace("num_microbatches = 2", "num_microbatches = 4"))
     content = run_content(load_run(folder))
-    assert content["notes"][0].endswith("for it: num_microbatches is 4, not 2.")
+    assert content["notes"][0].endswith(
+        "says: num_microbatches is 4, not 2, so nothing was predicted for it."
+    )
     assert [panel["name"] for panel in content["timeline"]["panels"]] == ["measured"]
 
 

@@ -111,11 +111,19 @@ def lane_of(op: Op) -> str:
 
 
 def peak_bytes(device: torch.device) -> float:
-    """The most memory ever in use: allocated on a GPU, else resident in this process."""
+    """The most memory ever in use for training: allocated on a GPU, else resident in this process
+    beyond what it was when this module was loaded."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
+    return _most_resident_bytes() - _BASE_BYTES
+
+
+def _most_resident_bytes() -> float:
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+_BASE_BYTES = _most_resident_bytes()  # interpreter and libraries
 
 
 SPAN_LENGTH = 8

@@ -16,7 +16,8 @@ class StageMetrics:
         busy_fraction: share of the time since the previous step ended spent in forward, backward
             and update.
         num_versions: weight versions held.
-        peak_bytes: the most memory its process ever had resident.
+        peak_bytes: the most memory in use so far: allocated on a GPU, else what its process has had
+            resident beyond interpreter and libraries.
     """
 
     busy_fraction: float

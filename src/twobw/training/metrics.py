@@ -16,7 +16,8 @@ class StageRow:
     Attributes:
         busy_fraction: part of the batch's time in forwards, backwards and updates, waits excluded.
         num_versions: weight versions held.
-        peak_bytes: the most memory the stage's process has used so far.
+        peak_bytes: the most memory the stage has used so far: allocated on a GPU, else resident in
+            its process beyond interpreter and libraries.
     """
 
     busy_fraction: float

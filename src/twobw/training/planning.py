@@ -90,7 +90,7 @@ def choose_plan(
     num_devices = num_local_devices(config.training.num_threads)
     profile = measure(_on_all(config, num_devices), _sizes(config))
     cluster = described or local_cluster(profile.link, num_devices)
-    search = find_plans(profile, cluster, _training(config))
+    search = find_plans(profile, cluster, training_of(config))
     sys.stdout.write(search_text(search) + "\n\n")
     if not search.plans:
         raise ValueError(f"no plan for {cluster.name} fits; see above")
@@ -152,7 +152,8 @@ def _sizes(config: Config) -> list[int]:
     return divisors[-_MOST_SIZES:]
 
 
-def _training(config: Config) -> Training:
+def training_of(config: Config) -> Training:
+    """What a plan for a config must keep to."""
     return Training(
         config.training.global_batch_size,
         clips=config.training.max_grad_norm > 0,

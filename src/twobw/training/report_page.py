@@ -58,7 +58,10 @@ def plan_content(plan: Plan) -> dict[str, Any]:
 
 def run_content(run: Run) -> dict[str, Any]:
     """What the page shows of a run: all that there is, and how to get what is not."""
-    run, notes = _with_its_own_plan(run)
+    notes = []
+    if run.plan_problem:
+        notes.append(f"{run.plan_problem}, so nothing was predicted for it.")
+        run = replace(run, plan=None)
     if run.plan is not None:
         notes += _notes_on(run.plan)
     elif not notes:
@@ -81,8 +84,8 @@ def run_content(run: Run) -> dict[str, Any]:
     peaks = [stage.peak_bytes for stage in run.batches[-1].stages] if run.batches else None
     if peaks:
         notes.append(
-            "Measured memory is what a GPU had allocated at most; on a CPU it is the whole "
-            "process's, interpreter and libraries included, which are not in the prediction."
+            "Measured memory is what a GPU had allocated at most; on a CPU what the process had "
+            "resident beyond interpreter and libraries, the training text among it."
         )
     return {
         "facts": _run_facts(run),
@@ -99,20 +102,6 @@ def _batches_before(timeline: Timeline, run: Run) -> int:
     if not timeline.spans or not run.batches:
         return 0
     return run.batches[-1].batch - max(span.op.batch for span in timeline.spans)
-
-
-def _with_its_own_plan(run: Run) -> tuple[Run, list[str]]:
-    """Without the plan if the run was not laid out so, and a word on that."""
-    if run.plan is None:
-        return run, []
-    parallel = run.config.get("parallel", {})
-    names = ("pp", "dp", "schedule", "num_microbatches")
-    differing = [name for name in names if parallel.get(name) != getattr(run.plan, name)]
-    if not differing:
-        return run, []
-    parts = (f"{name} is {parallel.get(name)}, not {getattr(run.plan, name)}" for name in differing)
-    note = "The run was not laid out as its plan says, so nothing was predicted for it: "
-    return replace(run, plan=None), [f"{note}{', '.join(parts)}."]
 
 
 def _notes_on(plan: Plan) -> list[str]:

@@ -44,6 +44,12 @@ class Validation(_Part):
     validation_loss: float | None
 
 
+class StageEnding(_Part):
+    """Of ``summary.json``, what is there for each stage."""
+
+    num_layers: int
+
+
 class Ending(_Part):
     """Of ``summary.json``; see `twobw.training.metrics.Summary`."""
 
@@ -53,6 +59,7 @@ class Ending(_Part):
     failure: str | None
     loss_unit: str
     tokens_per_second: float
+    stages: tuple[StageEnding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,23 @@ class Run:
     ending: Ending | None
     timeline: Timeline | None
     plan: Plan | None
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Layers of each stage; empty for a run that has not ended."""
+        return tuple(stage.num_layers for stage in self.ending.stages) if self.ending else ()
+
+    @property
+    def plan_problem(self) -> str:
+        """How the run's layout is another than its plan's; empty where it is the plan's."""
+        parallel = self.config.get("parallel", {})
+        names = ("pp", "dp", "schedule", "num_microbatches")
+        parts = [
+            f"{name} is {parallel.get(name)}, not {getattr(self.plan, name)}"
+            for name in names
+            if self.plan is not None and parallel.get(name) != getattr(self.plan, name)
+        ]
+        return f"The run was not laid out as its plan says: {', '.join(parts)}" if parts else ""
 
 
 def load_run(folder: Path) -> Run:
