@@ -39,7 +39,7 @@ def train(
     m: int,
     seed: int = 0,
     *,
-    delay: int | Delay,
+    delay: int | Delay | Sequence[Delay],
     max_grad_norm: float | None = None,
     dtype: torch.dtype | None = None,
     norms: list[float] | None = None,
@@ -51,18 +51,19 @@ def train(
     """W(k+1) = W(k) - step(gradient of batch k at W(k - delay)).
 
     ``delay = 0`` is plain training, ``delay = 1`` the rule of 2BW; a function gives that of each
-    layer and microbatch. The first ``flush_batches`` have none, and no version is older than the
-    first after them. With ``lookahead`` a, delayed weights are W(v) + a (W(v) - W(v-1)), where
-    there is such a W(v-1). ``backward_on_newest``: between its forward and its backward, a
-    microbatch's weights become W(k). ``dp`` replicas have m / dp microbatches each, and each starts
-    its backwards from the mean over its own samples, which matters where fp16 overflows.
+    layer and microbatch, several that of each batch. The first ``flush_batches`` have
+    none, and no version is older than the first after them. With ``lookahead`` a, delayed weights
+    are W(v) + a (W(v) - W(v-1)), where there is such a W(v-1). ``backward_on_newest``: between
+    its forward and its backward, a microbatch's weights become W(k). ``dp`` replicas have m / dp
+    microbatches each, and each starts its backwards from the mean over its own samples, which matters where fp16 overflows.
 
     ``model`` holds the newest weights; every version is kept beside it, and one copy of the model
     runs them all, so that buffers are shared. With ``dtype``, that copy computes in it, and
     gradients are added in fp32; fp16 scales the loss: by 65536, halved for batch k + 2 if batch k
     overflows, whose update is left out. Returns the losses; the gradient norms go to ``norms``.
     """
-    delay_of = delay if callable(delay) else lambda layer, microbatch: delay
+    constant = delay if callable(delay) else lambda layer, microbatch: delay
+    delays = delay if isinstance(delay, Sequence) else [constant] * len(data)
     layer_of = [int(name.split(".")[0]) for name, _ in model.named_parameters()]
     optimizer = make_optimizer(list(model.named_parameters()))
     runner = copy.deepcopy(model)
@@ -78,7 +79,7 @@ def train(
         for microbatch, (x, y) in enumerate(pieces):
             for i, parameter in enumerate(runner.parameters()):
                 start = min(k, flush_batches)
-                v = max(k - delay_of(layer_of[i], microbatch), start)
+                v = max(k - delays[k](layer_of[i], microbatch), start)
                 value = versions[v][i]
                 if start < v < k and lookahead:
                     value = torch.add(versions[v - 1][i] * -lookahead, value, alpha=1 + lookahead)

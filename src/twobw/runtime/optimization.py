@@ -80,6 +80,16 @@ class Optimization:
             for owner, share in enumerate(self._shares):
                 self._send_share(owner, [p.data for _, p in share if p in changed])
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the optimizers are those of this replica's share only."""
+        return self._shards is not None
+
+    def pairs(self) -> list[tuple[Optimizer, LRScheduler | None]]:
+        """Each optimizer and its scheduler."""
+        schedulers: Sequence[LRScheduler | None] = self.schedulers or [None] * len(self.optimizers)
+        return list(zip(self.optimizers, schedulers, strict=True))
+
     def end_batch(self) -> None:
         """Move on to the next batch's learning rate. Each rank does so after its own update of a
         batch, so that batch ``k`` has rate ``k`` everywhere."""

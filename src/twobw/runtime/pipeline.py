@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from twobw.core.timeline import Timeline
 from twobw.runtime.batch import count_samples, join, split, split_sizes
+from twobw.runtime.checkpoint.manifest import Manifest
+from twobw.runtime.checkpoint.writing import Keep
 from twobw.runtime.executor import LossFunction
 from twobw.runtime.layers import (
     Layer,
@@ -29,6 +32,7 @@ from twobw.runtime.optimization import OptimizerFactory, SchedulerFactory
 from twobw.runtime.randomness import LayerRunner, SharedGenerator
 from twobw.runtime.rank import Rank, Settings
 from twobw.runtime.results import StepResult
+from twobw.runtime.saving import Saving
 from twobw.runtime.schedules import ScheduleChoice, check_schedule
 from twobw.runtime.transport import TransportError
 
@@ -169,6 +173,7 @@ class Pipeline:
         ]
         self._running: list[Future[Any]] = []
         self._failure: BaseException | None = None
+        self._saving = Saving(self._ranks, self._call, self.split, timeout)
 
     @property
     def rank(self) -> int:
@@ -289,6 +294,57 @@ class Pipeline:
         given = [output for output in outputs if output is not None]
         return join(given) if given else None
 
+    def save(
+        self,
+        folder: str | Path,
+        notes: Mapping[str, Any] | None = None,
+        *,
+        score: float | None = None,
+        keep: Keep | None = None,
+    ) -> None:
+        """Keep a checkpoint of all that the run follows from, ``folder/step-00000120``.
+
+        Drains first and copies; a thread then writes, while training goes on. What keeps it from
+        being written is warned of. Every rank calls it at the same batch; the ranks share the
+        file system.
+
+        Args:
+            folder: where checkpoints are.
+            notes: whatever else is to be kept, as far as JSON can: the position in the data, say.
+                Those of rank 0 count.
+            score: the lower the better, for ``keep``.
+            keep: which checkpoints stay beside it; ``None``: all.
+
+        Raises:
+            CheckpointError: an optimizer has state that is neither a tensor nor fit for JSON, or
+                the notes are not.
+        """
+        self._saving.save(Path(folder), notes or {}, score, keep or Keep())
+
+    def wait_until_saved(self) -> None:
+        """Wait until this process has written what `save` has begun; rank 0 until all have."""
+        self._saving.wait()
+
+    def load(self, folder: str | Path) -> Manifest:
+        """Go on from the newest whole checkpoint in ``folder``, or from ``folder`` if it is one.
+
+        It may be one of any number of stages and replicas, of any split and schedule; what goes on
+        is the model, the optimizer, the learning rates, the loss scale and the number of the batch.
+        An older weight version that the checkpoint does not have, since its schedule kept none or
+        makes them in another rhythm, is replaced by the newest. Under the layout that it was
+        saved from, the run goes on as it would have, to the bit.
+
+        Drains first; every rank calls it. Damaged checkpoints are warned of and passed over.
+
+        Returns:
+            What the checkpoint was made of; its ``progress.batch`` is the number of the next
+            batch, its ``notes`` are those given to `save`.
+
+        Raises:
+            CheckpointError: no checkpoint is whole, or it does not fit this pipeline.
+        """
+        return self._saving.load(Path(folder))
+
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The newest weights and the buffers, under the names of ``nn.Sequential(*layers)``, on
         the CPU of rank 0; ``None`` elsewhere. Tied weights share a tensor, buffers are the first
@@ -310,7 +366,8 @@ class Pipeline:
         self._call(lambda rank: rank.check_replicas())
 
     def close(self) -> None:
-        """End this pipeline's threads."""
+        """End this pipeline's threads. A checkpoint that is being written is then lost: see
+        `wait_until_saved`, which leaving a ``with`` block without an error calls."""
         for rank in self._ranks:
             rank.close()
         for thread in self._threads:
@@ -325,6 +382,8 @@ class Pipeline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is None:
+            self.wait_until_saved()
         self.close()
 
     def _checked(

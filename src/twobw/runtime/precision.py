@@ -60,6 +60,15 @@ class LossScaler:
         """The loss scale of a batch."""
         return self._scales[batch - self._first]
 
+    def history(self) -> tuple[list[float], int]:
+        """The scales of the next two batches, and how many batches ended since the last overflow
+        or growth: all that later scales follow from, where no batch is under way."""
+        return list(self._scales), self._good_batches
+
+    def restore(self, batch: int, scales: list[float], good_batches: int) -> None:
+        """Go on from what `history` gave when ``batch`` was the next one."""
+        self._first, self._scales, self._good_batches = batch, list(scales), good_batches
+
     def end_batch(self, *, has_overflowed: bool) -> None:
         """Take in what came of the oldest batch not yet ended."""
         newest = self._scales[-1]

@@ -24,6 +24,9 @@ from twobw.runtime.batch import (
     join,
     split_sizes,
 )
+from twobw.runtime.checkpoint.manifest import Progress
+from twobw.runtime.checkpoint.reading import Stored
+from twobw.runtime.checkpoint.writing import Part
 from twobw.runtime.collectives import same_everywhere
 from twobw.runtime.executor import Executor, LossFunction
 from twobw.runtime.layers import ConstantBuffers, TiedNames
@@ -32,6 +35,7 @@ from twobw.runtime.messages import Message, Value, map_value
 from twobw.runtime.optimization import Optimization, OptimizerFactory, SchedulerFactory
 from twobw.runtime.precision import LossScaler, cast_rest, compute_dtype
 from twobw.runtime.randomness import LayerRunner
+from twobw.runtime.rank_state import RankState
 from twobw.runtime.recorder import SPAN_LENGTH, Recorder, peak_bytes, span_numbers, span_of
 from twobw.runtime.reduction import Reduction, Tie
 from twobw.runtime.results import StepResult
@@ -121,23 +125,25 @@ class Rank:
             max_grad_norm=settings.max_grad_norm,
             looks_for_overflow=settings.precision == "fp16",
         )
-        buffers = self._buffers()
-        shared = [name for tie in shared_buffers for name in tie.names if name in buffers]
-        self._constants = ConstantBuffers({name: buffers[name] for name in shared})
+        self._shared_buffers = [name for tie in shared_buffers for name in tie.names]
+        self._constants = self._constant_buffers()
         self._recorder = Recorder(mesh.rank, self._device)
+        self._scaler = LossScaler() if settings.precision == "fp16" else None
+        optimization = Optimization(
+            self._named_as_owned(),
+            settings.optimizer,
+            settings.lr_scheduler,
+            mesh.shards if settings.shard_optimizer else None,
+        )
+        self._state = RankState(mesh, self._stage, self._weights, optimization, ties)
         self._executor = Executor(
             mesh,
             stage=self._stage,
             weights=self._weights,
             reduction=self._reduction,
-            optimization=Optimization(
-                self._named_as_owned(),
-                settings.optimizer,
-                settings.lr_scheduler,
-                mesh.shards if settings.shard_optimizer else None,
-            ),
+            optimization=optimization,
             device=own_device,
-            scaler=LossScaler() if settings.precision == "fp16" else None,
+            scaler=self._scaler,
             loss_function=settings.loss_fn,
             recorder=self._recorder,
         )
@@ -145,14 +151,12 @@ class Rank:
         self._next_batch = 0
         self._stop_requested = False
         self._results: deque[StepResult] = deque()
+        self._wanted = schedule
         self._to_come: ScheduleChoice | None = None
         self._flush_batches = settings.flush_batches
         if not self._flush_batches and schedule.wants_lag and self._hides_reductions:
             self._flush_batches = _MEASURED_BATCHES
-        if self._flush_batches:
-            self._to_come = schedule
-            schedule = ScheduleChoice("1f1b", schedule.num_microbatches, {})
-        self._start(schedule)
+        self._start_wanted(0)
 
     @property
     def update_lag(self) -> int | None:
@@ -162,12 +166,23 @@ class Rank:
     def set_schedule(self, schedule: ScheduleChoice) -> None:
         """See `Pipeline.set_schedule`."""
         self.drain()
+        self._wanted = schedule
         self._to_come = None
-        self._start(schedule)
+        self._start(schedule, self._next_batch)
         self._recorder.forget()
 
-    def _start(self, schedule: ScheduleChoice) -> None:
-        """Begin a schedule at its own batch 0, version 0; nothing is in flight."""
+    def _start_wanted(self, origin: int) -> None:
+        """Begin the schedule that was asked for, or the flush that comes before it."""
+        schedule = self._wanted
+        self._to_come = None
+        if self._next_batch < self._flush_batches:
+            self._to_come = schedule
+            schedule = ScheduleChoice("1f1b", schedule.num_microbatches, {})
+        self._start(schedule, origin)
+
+    def _start(self, schedule: ScheduleChoice, origin: int) -> None:
+        """Begin a schedule whose version rule counts from batch ``origin``; nothing is in flight.
+        But for its number, the newest weights are the only version there is."""
         mesh = self.mesh
         if schedule.wants_lag:
             schedule = schedule.lagging(
@@ -176,9 +191,14 @@ class Rank:
         defers = self._settings.overlap_reduce and self._reduction.needs_other_ranks
         options = schedule.deferred() if defers else schedule.options
         self._schedule = schedule
-        self._origin = self._next_batch
+        self._origin = origin
         self._program = stage_program(
-            schedule.name, mesh.stage, mesh.pp, schedule.num_microbatches, **options
+            schedule.name,
+            mesh.stage,
+            mesh.pp,
+            schedule.num_microbatches,
+            first_batch=self._next_batch - origin,
+            **options,
         )
         self._weights.rebase(
             self._program.rule.num_versions,
@@ -250,6 +270,49 @@ class Rank:
             state.update(dict.fromkeys(tie.aliases, state[tie.names[0]]))
         return state
 
+    def part(self) -> Part:
+        """This rank's part of a checkpoint; drains first."""
+        self.drain()
+        self._recorder.take_busy_fraction()  # the next batch's is to be its own
+        return self._state.part()
+
+    def progress(self, split: Sequence[int]) -> Progress:
+        """How far the pipeline has come, drained; the same on every rank."""
+        scales, good_batches = self._scaler.history() if self._scaler else (None, 0)
+        schedule = self._schedule
+        return Progress(
+            batch=self._next_batch,
+            origin=self._origin,
+            num_layers=sum(split),
+            pp=self.mesh.pp,
+            dp=self.mesh.dp,
+            split=list(split),
+            schedule=schedule.name,
+            num_microbatches=schedule.num_microbatches,
+            updates_by_microbatch=self._updates_by_microbatch,
+            update_lag=self.update_lag,
+            loss_scales=scales,
+            good_batches=good_batches,
+        )
+
+    def restore(self, stored: Stored) -> None:
+        """See `Pipeline.load`."""
+        self.drain()
+        before = stored.manifest.progress
+        self._next_batch = before.batch
+        if self._wanted.wants_lag and self._hides_reductions:
+            self._restore_lag(before)
+        self._start_wanted(before.origin)
+        batches, rule = before.batch - before.origin, self._program.rule
+        self._state.restore(
+            stored,
+            batches * self._schedule.num_microbatches // rule.microbatches_per_update,
+            same_versions=self._updates_by_microbatch == before.updates_by_microbatch,
+        )
+        self._constants = self._constant_buffers()
+        if self._scaler is not None and before.loss_scales is not None:
+            self._scaler.restore(before.batch, before.loss_scales, before.good_batches)
+
     def timeline(self) -> Timeline | None:
         """See `Pipeline.timeline`."""
         self.drain()
@@ -300,11 +363,31 @@ class Rank:
             for name, buffer in layer.named_buffers(remove_duplicate=False)
         }
 
+    def _constant_buffers(self) -> ConstantBuffers:
+        """Those that other stages have, too, as they are now."""
+        own = self._buffers()
+        return ConstantBuffers({name: own[name] for name in self._shared_buffers if name in own})
+
     def _named_as_owned(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer is given. A copy of a tied weight has its owner's name, so that a
         rule on names treats all copies alike, as ``nn.Sequential.named_parameters`` has it."""
         owned = {tie.name_on.get(self.mesh.stage): tie.names[0] for tie in self._ties}
         return [(owned.get(name, name), p) for name, p in self._weights.optimizer_parameters()]
+
+    def _restore_lag(self, before: Progress) -> None:
+        """Go on with the update lag that was measured; if there is none yet, or if it was of other
+        stages, replicas or microbatches, flush some more batches and measure."""
+        own = self._wanted.name, self.mesh.pp, self.mesh.dp, self._wanted.num_microbatches
+        its = before.schedule, before.pp, before.dp, before.num_microbatches
+        if before.update_lag is not None and own == its:
+            self._wanted = self._wanted.lagging(before.update_lag)
+        elif before.batch >= self._flush_batches:
+            self._flush_batches = before.batch + _MEASURED_BATCHES
+
+    @property
+    def _updates_by_microbatch(self) -> bool:
+        """Whether a weight version is a microbatch's rather than a batch's."""
+        return self._program.rule.microbatches_per_update < self._schedule.num_microbatches
 
     @property
     def _hides_reductions(self) -> bool:

@@ -30,6 +30,8 @@ from torch.autograd.graph import increment_version
 from twobw.runtime.precision import computes_in_fp32
 from twobw.runtime.reduction import buckets
 
+_NEWEST, _EXTRAPOLATED = "weights", "extrapolated"  # kinds of tensors in a checkpoint
+
 
 @dataclass(slots=True)
 class _Site:
@@ -104,6 +106,10 @@ class VersionedWeights:
             if installed is parameter:
                 return master
         return parameter
+
+    def installed(self) -> list[nn.Parameter]:
+        """The Parameters that the modules use now, in the order of `names`."""
+        return self._installed
 
     def install(self, version: int, *, is_stale: bool = False) -> None:
         """Make the modules use ``version``; nothing is copied.
@@ -226,6 +232,9 @@ class VersionedWeights:
         """
         self.install(self.newest)
         first = self._installed
+        if not self.is_mixed:  # C(0) is W(0), but lies elsewhere
+            for master, parameter in zip(self._masters, first, strict=True):
+                master.data = parameter.data
         self.newest = 0
         self._may_change_in_flight = may_change_in_flight
         self._extrapolates = self._lookahead != 0 and num_slots > 1
@@ -235,6 +244,53 @@ class VersionedWeights:
             for parameter, master in zip(first, self._masters, strict=True):
                 parameter.data.copy_(master.data)
         self._slots = [first, *(self._like(first) for _ in range(num_slots - 1))]
+
+    def live_versions(self) -> dict[str, list[Tensor]]:
+        """All that the versions yet to come follow from, by kind (see `checkpoint.manifest`), a
+        tensor a parameter. What can be cast or copied from another is left out."""
+        slots = {
+            kind: [parameter.data for parameter in self._slot_of(back)]
+            for back, kind in enumerate(self._slot_kinds())
+        }
+        if not self._extrapolates:
+            del slots[_NEWEST]
+        return {_NEWEST: [master.data for master in self._masters], **slots}
+
+    def restore(self, newest: int, find: Callable[[Sequence[str], str], Tensor]) -> None:
+        """Take over versions, the newest of which is ``newest``; nothing may be in flight.
+
+        Args:
+            newest: its number.
+            find: from kinds (see `checkpoint.manifest`) and a name to the tensor of the first kind
+                that there is. Where an older version or an extrapolated copy is not known, the
+                next newer one stands in.
+        """
+        self.newest = newest
+        if not (self.is_mixed or self._extrapolates):
+            for master, parameter in zip(self._masters, self._slot_of(0), strict=True):
+                master.data = parameter.data
+        for name, master in zip(self.names, self._masters, strict=True):
+            master.data.copy_(find([_NEWEST], name))
+        kinds = self._slot_kinds()
+        for back in range(len(kinds)):
+            known = [*reversed(kinds[: back + 1])]
+            if self._extrapolates and back:
+                known.insert(1, f"{_NEWEST}-{back}")
+            for name, parameter in zip(self.names, self._slot_of(back), strict=True):
+                parameter.data.copy_(find([*known, _NEWEST], name))
+        if self.is_mixed:
+            self._unextrapolated = None
+        self.install(newest)
+
+    def _slot_of(self, back: int) -> list[nn.Parameter]:
+        """The slot of the version that is so many before the newest."""
+        return self._slots[(self.newest - back) % self.num_slots]
+
+    def _slot_kinds(self) -> list[str]:
+        """What the slots hold, from the newest version back."""
+        kind = _EXTRAPOLATED if self._extrapolates else _NEWEST
+        live = min(self.num_slots, self.newest + 1)
+        return [kind, *(f"{kind}-{back}" for back in range(1, live))]
 
     def _newest_itself(self, version: int) -> list[nn.Parameter]:
         """Parameters for ``W(version)``, where the slots hold extrapolated weights. A 16-bit copy
