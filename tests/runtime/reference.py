@@ -55,7 +55,8 @@ def train(
     none, and no version is older than the first after them. With ``lookahead`` a, delayed weights
     are W(v) + a (W(v) - W(v-1)), where there is such a W(v-1). ``backward_on_newest``: between
     its forward and its backward, a microbatch's weights become W(k). ``dp`` replicas have m / dp
-    microbatches each, and each starts its backwards from the mean over its own samples, which matters where fp16 overflows.
+    microbatches each, and each starts its backwards from the mean over its own samples, which
+    matters where fp16 overflows.
 
     ``model`` holds the newest weights; every version is kept beside it, and one copy of the model
     runs them all, so that buffers are shared. With ``dtype``, that copy computes in it, and
