@@ -100,7 +100,9 @@ class TwoBW(Contestant):
     updates of exactly the timed batches, and nothing is drained.
     """
 
-    def __init__(self, seat: Seat, num_microbatches: int, schedule: str) -> None:
+    def __init__(
+        self, seat: Seat, num_microbatches: int, schedule: str, extra_in_flight: int = 0
+    ) -> None:
         super().__init__(seat, num_microbatches)
         seat.join()
         self._pipeline = twobw.Pipeline(
@@ -110,10 +112,15 @@ class TwoBW(Contestant):
             schedule=schedule,
             num_microbatches=num_microbatches,
             split=SPLIT,
+            extra_in_flight=extra_in_flight,
         )
 
     def train(self, inputs: Tensor, targets: Tensor) -> SupportsFloat:
         return self._pipeline.train_step(inputs, targets).loss
+
+    def drain(self) -> None:
+        """Finish what is in flight, by no clock."""
+        self._pipeline.drain()
 
 
 class TorchPipelining(Contestant):
