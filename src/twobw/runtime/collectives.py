@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from threading import Barrier, BrokenBarrierError
 from typing import Literal, Protocol
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from twobw.runtime.transport import TransportError
+from twobw.runtime.watchdog import Activity
 
 Operation = Literal["sum", "max", "min"]
 
@@ -59,16 +61,19 @@ class Alone:
 
 
 class DistributedCollective:
-    """A process group of torch.distributed; its time-out applies.
+    """A process group of torch.distributed.
 
     Args:
         group: the process group.
         device: what it works on; tensors that are elsewhere (a flag, a norm) go there and back.
+        activity: where waits are noted, and which has their limit; NCCL's is that of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, activity: Activity) -> None:
         self._group = group
         self._device = device
+        self._activity = activity
+        self._ranks = dist.get_process_group_ranks(group)
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
 
@@ -76,7 +81,8 @@ class DistributedCollective:
         """See `Collective`."""
         kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         here = tensor.to(self._device)
-        dist.all_reduce(here, kinds[operation], self._group)
+        with self._waiting(operation, tensor):
+            self._wait(dist.all_reduce(here, kinds[operation], self._group, async_op=True))
         if here is not tensor:
             tensor.copy_(here)
 
@@ -84,15 +90,28 @@ class DistributedCollective:
         """See `Collective`."""
         here = tensor.to(self._device)
         gathered = [torch.empty_like(here) for _ in range(self.size)]
-        dist.all_gather(gathered, here, self._group)
+        with self._waiting("gathering", tensor):
+            self._wait(dist.all_gather(gathered, here, self._group, async_op=True))
         return [each.to(tensor.device) for each in gathered]
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """See `Collective`."""
-        dist.broadcast(tensor, group=self._group, group_src=source)
+        with self._waiting("broadcast", tensor):
+            work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
+            self._wait(work)
 
     def fail(self) -> None:
         """Nothing to do: when this rank ends, the others see the connection close."""
+
+    def _waiting(self, what: str, tensor: Tensor) -> AbstractContextManager[None]:
+        return self._activity.waiting(_wait_text(what, tensor), self._ranks)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None, "this rank is in the group"
+        if self._device.type == "cuda":
+            work.wait()  # given a limit, it would block the host rather than the stream
+        else:
+            work.wait(timedelta(seconds=self._activity.limit))
 
 
 class ThreadMeeting:
@@ -107,7 +126,7 @@ class ThreadMeeting:
         """Copies of what every member gave, in the members' order.
 
         Raises:
-            TransportError: a member has failed or did not come in time.
+            RuntimeError: a member has failed or did not come in time.
         """
         try:
             self._given[index] = tensor
@@ -115,7 +134,7 @@ class ThreadMeeting:
             copies = [given.clone() for given in self._given if given is not None]
             self._barrier.wait()
         except BrokenBarrierError:
-            raise TransportError("a member of this stage's group has failed or is late") from None
+            raise RuntimeError("a member of the group has failed or is late") from None
         return copies
 
     def fail(self) -> None:
@@ -124,16 +143,27 @@ class ThreadMeeting:
 
 
 class ThreadCollective:
-    """One thread's membership in a `ThreadMeeting`."""
+    """One thread's membership in a `ThreadMeeting`.
 
-    def __init__(self, meeting: ThreadMeeting, index: int) -> None:
+    Args:
+        meeting: shared by the members.
+        ranks: their global ranks.
+        index: this one's place among them.
+        activity: where waits are noted.
+    """
+
+    def __init__(
+        self, meeting: ThreadMeeting, ranks: Sequence[int], index: int, activity: Activity
+    ) -> None:
         self._meeting = meeting
+        self._ranks = ranks
+        self._activity = activity
         self.size = meeting.size
         self.index = index
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """See `Collective`."""
-        first, *others = self._meeting.exchange(self.index, tensor)
+        first, *others = self._exchange(operation, tensor)
         for other in others:
             if operation == "sum":
                 first.add_(other)
@@ -144,15 +174,24 @@ class ThreadCollective:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See `Collective`."""
-        return self._meeting.exchange(self.index, tensor)
+        return self._exchange("gathering", tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """See `Collective`."""
-        tensor.copy_(self._meeting.exchange(self.index, tensor)[source])
+        tensor.copy_(self._exchange("broadcast", tensor)[source])
 
     def fail(self) -> None:
         """See `Collective`."""
         self._meeting.fail()
+
+    def _exchange(self, what: str, tensor: Tensor) -> list[Tensor]:
+        with self._activity.waiting(_wait_text(what, tensor), self._ranks):
+            return self._meeting.exchange(self.index, tensor)
+
+
+def _wait_text(what: str, tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"the {what} of {dtype}{list(tensor.shape)} over"
 
 
 def same_everywhere(group: Collective, tensors: Sequence[Tensor]) -> bool:

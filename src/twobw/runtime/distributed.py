@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twobw.runtime.messages import Layout, Message
-from twobw.runtime.transport import Channel, Note, TransportError
+from twobw.runtime.transport import WHAT, Channel, Note, TransportError
+from twobw.runtime.watchdog import Activity
 
 MAX_POSTED = 2
 """Receives posted ahead on a channel: one being filled while the other is waited for."""
@@ -67,7 +68,7 @@ class DistributedTransport:
             where they need one of their own (NCCL); others use ``control_group``.
         control_group: a group of all ranks for numbers on the CPU (gloo); ``None`` is the
             default group.
-        timeout: seconds that one wait may last.
+        activity: where waits are noted.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class DistributedTransport:
         device: torch.device,
         groups: dict[tuple[int, int], dist.ProcessGroup],
         control_group: dist.ProcessGroup | None,
-        timeout: float,
+        activity: Activity,
     ) -> None:
         self._ranks = list(ranks)
         self._stage = stage
         self._device = device
         self._groups = groups
         self._control_group = control_group
-        self._timeout = timeout
+        self._activity = activity
         self._incoming: dict[tuple[int, Channel], deque[_Incoming]] = {}
         self._layouts: dict[tuple[int, int, Channel, int], Layout] = {}
         self._unsent: dict[tuple[int, Channel], deque[tuple[list[dist.Work], object]]] = {}
@@ -149,18 +150,17 @@ class DistributedTransport:
     def fail(self, reason: str) -> None:
         """Nothing to do: when this rank ends, its peers see the connection close."""
 
-    def wait(self, work: dist.Work, peer: int, channel: Channel) -> None:
+    def wait(self, work: dist.Work, peer: int, channel: Channel, direction: str = "from") -> None:
         """Wait for ``work`` at most the time-out.
 
         Raises:
             TransportError: the peer is gone or silent.
         """
-        try:
+        limit = timedelta(seconds=self._activity.limit)
+        with self._activity.waiting(f"{WHAT[channel]} {direction}", [self._ranks[peer]]):
             # NCCL, given a limit, would block the host rather than the stream; its watchdog has one
             is_nccl = self._device.type == "cuda" and bool(self._groups)
-            done = work.wait() if is_nccl else work.wait(timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            raise self._lost(peer, channel, error) from error
+            done = work.wait() if is_nccl else work.wait(limit)
         assert done, "a work that is waited for is done, or raises"
 
     def _receive_header(self, peer: int, channel: Channel) -> Layout:
@@ -201,7 +201,7 @@ class DistributedTransport:
         unsent.append((works, kept))
         if len(unsent) > MAX_UNSENT:
             for work in unsent.popleft()[0]:
-                self.wait(work, peer, channel)
+                self.wait(work, peer, channel, "taken by")
 
     def _isend(
         self, tensor: Tensor, peer: int, channel: Channel, group: dist.ProcessGroup | None
@@ -221,18 +221,10 @@ class DistributedTransport:
         channel: Channel,
         group: dist.ProcessGroup | None,
     ) -> dist.Work:
-        try:
+        with self._activity.waiting(f"a way for {WHAT[channel]} to or from", [self._ranks[peer]]):
             work = transfer(tensor, self._ranks[peer], group, _TAG + channel)
-        except RuntimeError as error:
-            raise self._lost(peer, channel, error) from error
         assert work is not None, "this rank is in the group"
         return work
-
-    def _lost(self, peer: int, channel: Channel, error: RuntimeError) -> TransportError:
-        return TransportError(
-            f"no {channel.name.lower()} from or to stage {peer} (rank {self._ranks[peer]}), "
-            f"limit {self._timeout:g} s: {str(error).splitlines()[0]}"
-        )
 
 
 def _fitted(message: Message, layout: Layout, device: torch.device) -> list[Tensor]:

@@ -89,20 +89,23 @@ class Executor:
 
     def run(self, ops: Iterable[Op]) -> None:
         """Carry out ``ops`` in order. An error keeps its type and says where it happened."""
+        activity = self._mesh.activity
         for op in ops:
+            activity.begin(op)
             try:
-                if op.kind is OpKind.UPDATE:
-                    self._reductions[op.version].result()  # a wait, which is no busy time
+                if op.kind is OpKind.UPDATE:  # a wait, which is no busy time
+                    activity.result(self._reductions[op.version], "its own reduction")
                 if op.kind is OpKind.REDUCE:
                     self._reduce(op)  # records itself, from when it runs
                 else:
                     with self._recorder.timed(op):
                         self._handlers[op.kind](op)
+                    activity.end(op)
             except Exception as error:
                 error.add_note(
                     f"on stage {self._mesh.stage}, in {op.kind.name} of microbatch "
                     f"{op.microbatch} (batch {op.batch}, weight version {op.version}); "
-                    f"the last op that ended here: {self._recorder.last_op or 'none'}"
+                    f"the last op that ended here: {activity.last_op or 'none'}"
                 )
                 raise
 
@@ -163,7 +166,7 @@ class Executor:
         if replicas.size == 1 and self._reduction.device.type == "cpu":
             batch.note = Known(sum_up())
         else:
-            batch.note = Promised(self._reduction.submit(sum_up))
+            batch.note = Promised(self._reduction.submit(sum_up), self._mesh.activity)
 
     def _loss(self, batch: Batch, place: int, output: Value) -> Tensor:
         """The loss of one microbatch as its backward starts from it: scaled by its share of what
@@ -240,7 +243,9 @@ class Executor:
 
     def _reduced(self, op: Op, batch: Batch, gradients: Gradients) -> Reduced:
         with self._recorder.timed(op):
-            return self._reduction.reduce(gradients, self._divisor(op, batch))
+            reduced = self._reduction.reduce(gradients, self._divisor(op, batch))
+        self._mesh.activity.end(op)
+        return reduced
 
     def _divisor(self, op: Op, batch: Batch) -> float:
         if self._updates_by_microbatch(batch):

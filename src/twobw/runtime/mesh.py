@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from twobw.runtime.collectives import (
 )
 from twobw.runtime.distributed import DistributedTransport
 from twobw.runtime.transport import ThreadHub, ThreadTransport, Transport
+from twobw.runtime.watchdog import Activity, LocalBoard, StoreBoard, Watchdog
 
 StageSet = frozenset[int]
 
@@ -42,6 +43,7 @@ class Mesh:
         ties: for each set of stages that share a parameter, their ranks in this pipeline, where
             this stage is one of them; likewise.
         shards: the ranks of this stage once more, for the thread that updates.
+        activity: what this rank is at; its watchdog is that of the process.
         device: where this rank computes; ``None``: wherever its layers are.
     """
 
@@ -55,6 +57,7 @@ class Mesh:
     stages: Collective
     ties: dict[StageSet, Collective]
     shards: Collective
+    activity: Activity
     device: torch.device | None = None
 
     @property
@@ -76,7 +79,12 @@ def distributed_mesh(
     """This process's place in the default process group, of ``pp * dp`` ranks.
 
     Called by all its ranks, with the same arguments.
+
+    Raises:
+        TransportError: some rank does not call it in time.
     """
+    activity = Activity(dist.get_rank(), dist.get_rank() // dp, timeout)
+    _meet(activity, pp * dp)
     mesh = init_device_mesh(device.type, (pp, dp), mesh_dim_names=("pp", "dp"))
     stage, replica = mesh.get_coordinate() or (0, 0)  # every rank has one
     pipelines = [[s * dp + r for s in range(pp)] for r in range(dp)]
@@ -87,7 +95,7 @@ def distributed_mesh(
             [[pipeline[s] for s in sorted(stages)] for pipeline in pipelines]
         )
         if stage in stages and group is not None:
-            ties[stages] = DistributedCollective(group, device)
+            ties[stages] = DistributedCollective(group, device, activity)
     shards, _ = dist.new_subgroups_by_enumeration(replicas)
     control_group = dist.new_group(backend="gloo") if device.type == "cuda" else None
     edges: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -104,7 +112,7 @@ def distributed_mesh(
             device=device,
             groups=edges,
             control_group=control_group,
-            timeout=timeout,
+            activity=activity,
         ),
         DistributedTransport(
             replicas[stage],
@@ -112,18 +120,21 @@ def distributed_mesh(
             device=torch.device("cpu"),
             groups={},
             control_group=control_group,
-            timeout=timeout,
+            activity=activity,
         ),
-        DistributedCollective(mesh.get_group("dp"), device),
-        DistributedCollective(mesh.get_group("pp"), device),
+        DistributedCollective(mesh.get_group("dp"), device, activity),
+        DistributedCollective(mesh.get_group("pp"), device, activity),
         ties,
-        DistributedCollective(shards, device),
+        DistributedCollective(shards, device, activity),
+        activity,
         device if device.type == "cuda" else None,
     )
 
 
 def thread_meshes(pp: int, dp: int, tie_sets: Sequence[StageSet], timeout: float) -> list[Mesh]:
     """The places of ``pp * dp`` threads of this process, by rank."""
+    activities = [Activity(rank, rank // dp, timeout) for rank in range(pp * dp)]
+    Watchdog(activities, LocalBoard(activities), timeout)
     hubs = [ThreadHub(pp) for _ in range(dp)]
     replica_hubs = [ThreadHub(dp) for _ in range(pp)]
     pipelines = [ThreadMeeting(pp, timeout) for _ in range(dp)]
@@ -140,24 +151,47 @@ def thread_meshes(pp: int, dp: int, tie_sets: Sequence[StageSet], timeout: float
             dp,
             stage,
             replica,
-            ThreadTransport(hubs[replica], stage, timeout),
-            ThreadTransport(replica_hubs[stage], replica, timeout),
-            _membership(replicas[stage], replica),
-            _membership(pipelines[replica], stage),
+            ThreadTransport(hubs[replica], range(replica, pp * dp, dp), stage, activity),
+            ThreadTransport(replica_hubs[stage], _replicas(stage, dp), replica, activity),
+            _membership(replicas[stage], _replicas(stage, dp), activity),
+            _membership(pipelines[replica], range(replica, pp * dp, dp), activity),
             {
-                stages: _membership(ties[stages, replica], sorted(stages).index(stage))
+                stages: _membership(
+                    ties[stages, replica], [s * dp + replica for s in sorted(stages)], activity
+                )
                 for stages in tie_sets
                 if stage in stages
             },
-            _membership(shards[stage], replica),
+            _membership(shards[stage], _replicas(stage, dp), activity),
+            activity,
         )
         for stage in range(pp)
         for replica in range(dp)
+        for activity in [activities[stage * dp + replica]]
     ]
 
 
-def _membership(meeting: ThreadMeeting, index: int) -> Collective:
-    return Alone() if meeting.size == 1 else ThreadCollective(meeting, index)
+_NUMBERS = count()  # of the boards in the store; ranks make their pipelines in the same order
+
+
+def _meet(activity: Activity, num_ranks: int) -> None:
+    """Wait until all ranks are here, and give this one a watchdog."""
+    board = StoreBoard(num_ranks, f"mesh-{next(_NUMBERS)}")
+    watchdog = Watchdog([activity], board, activity.limit)
+    others = [rank for rank in range(num_ranks) if rank != activity.rank]
+    with activity.waiting("the making of the same pipeline by", others):
+        watchdog.wait_for_all()
+
+
+def _replicas(stage: int, dp: int) -> range:
+    """The ranks of a stage."""
+    return range(stage * dp, (stage + 1) * dp)
+
+
+def _membership(meeting: ThreadMeeting, ranks: Sequence[int], activity: Activity) -> Collective:
+    if meeting.size == 1:
+        return Alone()
+    return ThreadCollective(meeting, ranks, ranks.index(activity.rank), activity)
 
 
 def _edge_groups(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -171,6 +171,10 @@ class Pipeline:
             ThreadPoolExecutor(1, thread_name_prefix=f"stage-{mesh.stage}-{mesh.replica}")
             for mesh in (() if is_distributed else meshes)
         ]
+        self._timeout = timeout
+        self._watchdog = meshes[0].activity.watchdog
+        if self._watchdog is not None and self.num_stages * dp > 1:
+            self._watchdog.start(self)
         self._running: list[Future[Any]] = []
         self._failure: BaseException | None = None
         self._saving = Saving(self._ranks, self._call, self.split, timeout)
@@ -368,6 +372,8 @@ class Pipeline:
     def close(self) -> None:
         """End this pipeline's threads. A checkpoint that is being written is then lost: see
         `wait_until_saved`, which leaving a ``with`` block without an error calls."""
+        if self._watchdog is not None:
+            self._watchdog.close()
         for rank in self._ranks:
             rank.close()
         for thread in self._threads:
@@ -454,7 +460,7 @@ class Pipeline:
             for thread, rank in zip(self._threads, self._ranks, strict=True)
         ]
         self._running += calls
-        wait(self._running if wait_for_all else calls[:1])
+        _wait_for(self._running if wait_for_all else calls[:1], self._running)
         if any(call.done() and call.exception() for call in self._running):
             self._failure = self._first_failure()
             raise self._failure
@@ -462,9 +468,11 @@ class Pipeline:
         return [call.result() for call in (calls if wait_for_all else calls[:1])]
 
     def _first_failure(self) -> BaseException:
-        """The error that started it: the other stages then fail for want of that one."""
-        wait(self._running)
-        errors = [error for call in self._running if (error := call.exception()) is not None]
+        """The error that started it: the other stages then fail for want of that one, each when
+        it next needs another; one that hangs in a layer is not waited for longer than that."""
+        wait(self._running, self._timeout)
+        ended = [call for call in self._running if call.done()]
+        errors = [error for call in ended if (error := call.exception()) is not None]
         return next((e for e in errors if not isinstance(e, TransportError)), errors[0])
 
 
@@ -475,6 +483,15 @@ def _guarded(function: Callable[[Rank], Result], rank: Rank) -> Result:
     except BaseException as error:
         rank.fail(error)
         raise
+
+
+def _wait_for(calls: Sequence[Future[Any]], running: Sequence[Future[Any]]) -> None:
+    """Wait until ``calls`` have ended, or one of those ``running`` has failed."""
+    waiting = set(running)
+    while not all(call.done() for call in calls):
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        if any(call.exception() for call in done):
+            return
 
 
 def _split(value: Value | None, num_parts: int) -> list[Value | None]:

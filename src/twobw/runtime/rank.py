@@ -454,6 +454,7 @@ class Rank:
             mesh.transport.push(mesh.stage + 1, Channel.CONTROL, header.numbers())
         elif has_loss:
             _check_targets(targets, header, num_microbatches)
+        mesh.activity.batch = header.batch
         batch = Batch(
             header,
             num_microbatches,

@@ -32,7 +32,6 @@ class Recorder:
         self._rank = rank
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._busy_ns = 0
-        self.last_op: Op | None = None
         self._origin: torch.cuda.Event | None = None
         self._pending: deque[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = deque()
         if device.type == "cuda":
@@ -54,7 +53,6 @@ class Recorder:
             yield
             end.record()
             self._pending.append((op, start, end))
-        self.last_op = op
 
     def _add(self, op: Op, start_ns: int, end_ns: int) -> None:
         self._spans.append(Span(op, self._rank, lane_of(op), start_ns, end_ns))

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from twobw.runtime.messages import Message
+
+if TYPE_CHECKING:
+    from twobw.runtime.watchdog import Activity
 
 
 class Channel(IntEnum):
@@ -22,6 +25,17 @@ class Channel(IntEnum):
     LOSS = 3
     METRICS = 4
     STATE = 5
+
+
+WHAT = {
+    Channel.ACTIVATION: "an activation",
+    Channel.GRADIENT: "a gradient",
+    Channel.CONTROL: "the start of a batch",
+    Channel.LOSS: "a batch's loss",
+    Channel.METRICS: "a batch's metrics",
+    Channel.STATE: "state (weights, spans)",
+}
+"""What passes on a channel, for messages."""
 
 
 class TransportError(RuntimeError):
@@ -49,13 +63,14 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """Numbers that another thread of this process is making."""
+    """Numbers that this rank's other thread is making."""
 
     future: Future[list[float]]
+    activity: Activity
 
     def wait(self) -> list[float]:
         """See `Note`."""
-        return self.future.result()
+        return self.activity.result(self.future, "the loss, which its reduction thread adds up")
 
 
 class Transport(Protocol):
@@ -112,18 +127,17 @@ class ThreadHub:
         """The oldest item sent.
 
         Raises:
-            TransportError: the source has failed, or nothing came within ``timeout`` seconds.
+            RuntimeError: the source has failed.
+            TimeoutError: nothing came within ``timeout`` seconds.
         """
         waiting = self._queues[source, target, channel]
         try:
             item = waiting.get(timeout=timeout)
         except Empty:
-            raise TransportError(
-                f"nothing came from stage {source} within {timeout:g} s ({channel.name.lower()})"
-            ) from None
+            raise TimeoutError("nothing came") from None
         if isinstance(item, _Failure):
             waiting.put(item)
-            raise TransportError(f"stage {source} has failed: {item.reason}")
+            raise RuntimeError(f"it has failed: {item.reason}")
         return item
 
     def fail(self, source: int, reason: str) -> None:
@@ -140,26 +154,34 @@ class _Failure:
 
 @dataclass(slots=True)
 class _ThreadNote:
-    hub: ThreadHub
+    transport: ThreadTransport
     source: int
-    target: int
     channel: Channel
-    timeout: float
 
     def wait(self) -> list[float]:
-        numbers = self.hub.get(self.source, self.target, self.channel, self.timeout)
+        numbers = self.transport.get(self.source, self.channel)
         assert isinstance(numbers, list)
         return numbers
 
 
 class ThreadTransport:
     """For stages that are threads of one process. Copies, so that no stage can change what
-    another one still needs."""
+    another one still needs.
 
-    def __init__(self, hub: ThreadHub, stage: int, timeout: float) -> None:
+    Args:
+        hub: shared with the other stages.
+        ranks: global rank of each stage (or replica) that it connects.
+        stage: this rank's place among them.
+        activity: where waits are noted.
+    """
+
+    def __init__(
+        self, hub: ThreadHub, ranks: Sequence[int], stage: int, activity: Activity
+    ) -> None:
         self._hub = hub
+        self._ranks = ranks
         self._stage = stage
-        self._timeout = timeout
+        self._activity = activity
 
     def send(self, peer: int, channel: Channel, key: int | None, message: Message) -> None:
         """See `Transport`."""
@@ -171,7 +193,7 @@ class ThreadTransport:
 
     def receive(self, peer: int, channel: Channel) -> Message:
         """See `Transport`."""
-        message = self._hub.get(peer, self._stage, channel, self._timeout)
+        message = self.get(peer, channel)
         assert isinstance(message, Message)
         return message
 
@@ -181,7 +203,16 @@ class ThreadTransport:
 
     def listen(self, peer: int, channel: Channel, count: int) -> Note:
         """See `Transport`."""
-        return _ThreadNote(self._hub, peer, self._stage, channel, self._timeout)
+        return _ThreadNote(self, peer, channel)
+
+    def get(self, peer: int, channel: Channel) -> object:
+        """The oldest item that ``peer`` has sent.
+
+        Raises:
+            TransportError: it has failed, or nothing came in time.
+        """
+        with self._activity.waiting(f"{WHAT[channel]} from", [self._ranks[peer]]):
+            return self._hub.get(peer, self._stage, channel, self._activity.limit)
 
     def fail(self, reason: str) -> None:
         """See `Transport`."""

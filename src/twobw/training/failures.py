@@ -50,11 +50,12 @@ def stage_of(rank: int, dp: int) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """The error as one text: its type, its message, and the notes that say where it was."""
-    message = str(error).strip()
+    """The error as one text: its type, its message, and the notes that say where it was, after
+    the message's first line."""
+    first, *more = str(error).strip().splitlines() or [""]
     name = type(error).__name__
     notes = getattr(error, "__notes__", [])
-    return "; ".join([f"{name}: {message}" if message else name, *notes])
+    return "\n".join(["; ".join([f"{name}: {first}" if first else name, *notes]), *more])
 
 
 def is_lost_peer(error: BaseException) -> bool:

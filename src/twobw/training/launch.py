@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from twobw.config import Config
+from twobw.training import loopback
 from twobw.training.failures import (
     Failure,
     describe_exit,
@@ -95,6 +96,7 @@ def launch(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
 
 
 def _run_agent(config: Config, folder: Path) -> None:
+    loopback.register()
     launch_config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -102,10 +104,8 @@ def _run_agent(config: Config, folder: Path) -> None:
         logs_specs=RankLogs(folder),
         run_id=str(uuid4()),
         role="rank",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"is_host": True},
-        local_addr="127.0.0.1",
+        rdzv_backend=loopback.BACKEND,
+        local_addr=loopback.ADDRESS,
         max_restarts=0,
         # All others are handled by _signals_forwarded; the list must not be empty.
         signals_to_handle="SIGQUIT",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from twobw.config import Config, ConfigError, read_resolved_config
 from twobw.training.failures import last_words, record_failure, record_termination, stage_of
@@ -20,7 +20,11 @@ from twobw.training.invocation import invocation
 from twobw.training.run_folder import CONFIG, NO_FILES, failure_of, log_path, open_run_folder
 from twobw.training.stopping import die_on, die_with_parent, report_termination
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 _AFTER_THE_CAUSE_S = 2.0
+_FOLDER = "twobw/folder"
 _OUTER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -45,11 +49,12 @@ def main() -> None:
     stage = stage_of(rank, config.parallel.dp)
     report_termination(launcher, partial(record_termination, folder, rank, stage))
     try:
-        _init_process_group(config)
+        _init_process_group(config, rank)
         _train(config, folder, stop_signals, sys.argv[3])
     except Exception as error:
         traceback.print_exc()
         record_failure(folder, rank, stage, error)
+        _let_go_on(error)
         _exit_at_once()
 
 
@@ -61,7 +66,8 @@ def run_rank(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
         files: to be left in its folder, text by name.
 
     Raises:
-        ConfigError: the launcher started another number of ranks than the config has.
+        ConfigError: the launcher started another number of ranks than the config has, or ranks
+            with other configs or versions.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     pp, dp = config.parallel.pp, config.parallel.dp
@@ -79,11 +85,14 @@ def run_rank(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
     die_on(stop_signals)
     folder: Path | None = None
     try:
-        _init_process_group(config)
-        folder = _agree_on_folder(config, files, rank)
+        store = _init_process_group(config, rank)
+        folder = _agree_on_folder(config, files, rank, store)
         _train(config, folder, stop_signals, invocation())
+    except ConfigError:
+        raise
     except Exception as error:
         _report(folder, rank, stage_of(rank, dp), error)
+        _let_go_on(error)
         _exit_at_once()
     if rank == 0 and (failure := failure_of(folder)):
         sys.stderr.write(f"twobw: {failure}\n")
@@ -96,32 +105,38 @@ def _hint(world_size: int, dp: int) -> str:
     return "" if world_size % dp else f", or set --parallel.pp {world_size // dp}"
 
 
-def _init_process_group(config: Config) -> None:
+def _init_process_group(config: Config, rank: int) -> Store:
+    """Meet the other ranks and form the process group; return the store they met in."""
     import torch
     from torch import distributed
 
     from twobw.training.device import own_device
+    from twobw.training.meeting import meet
 
     torch.set_num_threads(config.training.num_threads)
     timeout = timedelta(seconds=config.training.timeout_s)
     device = own_device()
-    if device.type == "cpu":
-        distributed.init_process_group("gloo", timeout=timeout)
-        return
-    torch.cuda.set_device(device)
-    # With its device known, NCCL connects at once, and not within the first batch.
-    distributed.init_process_group("nccl", timeout=timeout, device_id=device)
+    store = meet(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        timeout=timeout,
+        store=store,
+        rank=rank,
+        world_size=config.num_ranks,
+        # With its device known, NCCL connects at once, and not within the first batch.
+        device_id=None if device.type == "cpu" else device,
+    )
+    return store
 
 
-def _agree_on_folder(config: Config, files: Mapping[str, str], rank: int) -> Path:
+def _agree_on_folder(config: Config, files: Mapping[str, str], rank: int, store: Store) -> Path:
     """Rank 0 makes the folder and tells the others, which may be on machines of their own."""
-    from torch import distributed
-
-    names: list[str] = [""]
     if rank == 0:
-        names = [str(open_run_folder(config, files))]
-    distributed.broadcast_object_list(names, src=0)
-    folder = Path(names[0])
+        store.set(_FOLDER, str(open_run_folder(config, files)))
+    store.wait([_FOLDER], timedelta(seconds=config.training.timeout_s))
+    folder = Path(store.get(_FOLDER).decode())
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -139,8 +154,13 @@ def _report(folder: Path | None, rank: int, stage: int, error: Exception) -> Non
     """Leave the traceback in the rank's log and the reason on standard error."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    from twobw.training.meeting import MeetingError
+
     if folder is None:
-        traceback.print_exc()
+        if isinstance(error, MeetingError):
+            sys.stderr.write(f"twobw: rank {rank} (stage {stage}) failed: {error}\n")
+        else:
+            traceback.print_exc()
         return
     log = log_path(folder, rank)
     with log.open("a", encoding="utf-8") as stream:
@@ -154,6 +174,14 @@ def _report(folder: Path | None, rank: int, stage: int, error: Exception) -> Non
     else:
         sys.stderr.write(last_words(failure, log) + "\n")
         get_error_handler().record_exception(error)  # for the report of torch's launcher
+
+
+def _let_go_on(error: Exception) -> None:
+    """Continue ranks of this machine that were found stopped: they see that this one has ended,
+    and end too. A stopped process would not even take the launcher's SIGTERM."""
+    for pid in getattr(error, "stopped", ()):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def _exit_at_once() -> NoReturn:
