@@ -7,6 +7,7 @@ import pytest
 
 from tests.config.files import write
 from twobw.config import load_config
+from twobw.runtime.finiteness import NonFinite
 from twobw.training.divergence import Divergence
 
 REMEDIES = (
@@ -41,6 +42,35 @@ def test_batches_that_fp16_skips_do_no_harm_unless_there_is_no_end_to_them(tmp_p
     assert divergence.failure == (
         "fp16 has skipped the last 50 updates, up to step 52, since gradients overflow at any loss "
         f'scale; try training.precision = "bf16", {REMEDIES}'
+    )
+
+
+def test_where_it_began_is_told_at_the_end(tmp_path: Path) -> None:
+    divergence = watch(tmp_path)
+    divergence.add(4, math.nan, is_skipped=False)
+    divergence.end(6, math.nan, False, NonFinite(4, 2, 1, stage=0, replica=0, version=3))
+    assert divergence.failure == (
+        "the loss is nan at step 5 (first in step 5, batch 4: block 0 (layer 1) on stage 0 gave "
+        f"values that are not finite, in microbatch 2, on weight version 3); try {REMEDIES}"
+    )
+
+
+@pytest.mark.parametrize("wish", ["skip", "continue"])
+def test_a_run_may_go_on(tmp_path: Path, wish: str) -> None:
+    divergence = watch(tmp_path, training={"on_divergence": wish})
+    assert divergence.add(0, 5.0, is_skipped=False) is None
+    is_skipped = wish == "skip"
+    what = "its update is left out" if is_skipped else "training goes on"
+    for batch in range(1, 50):
+        note = divergence.add(batch, math.nan, is_skipped=is_skipped)
+        assert note == f"the loss is nan at step {batch + 1}; {what}"
+    assert divergence.failure is None
+    divergence.add(50, math.nan, is_skipped=is_skipped)
+    assert divergence.failure == (
+        "the last 50 updates, up to step 51, were left out, since their gradients are not finite; "
+        f"try {REMEDIES}"
+        if is_skipped
+        else None
     )
 
 

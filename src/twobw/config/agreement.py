@@ -38,6 +38,7 @@ def disagreements(
     if parallel and training:
         yield from _batch_problems(parallel, training)
         yield from _precision_problems(parallel, training)
+        yield from _divergence_problems(parallel, training)
         yield from _recompute_problems(parallel, training)
     if training:
         yield from _evaluation_problems(training)
@@ -107,6 +108,15 @@ def _precision_problems(parallel: ParallelSettings, training: TrainingSettings) 
         yield (
             'training.precision = "fp16": does not go with parallel.schedule = "weight-stashing", '
             'whose updates cannot wait for the overflows of other stages; use "bf16"'
+        )
+
+
+def _divergence_problems(parallel: ParallelSettings, training: TrainingSettings) -> Iterator[str]:
+    if training.on_divergence == "skip" and parallel.schedule == "weight-stashing":
+        yield (
+            'training.on_divergence = "skip": does not go with parallel.schedule = '
+            '"weight-stashing", whose updates cannot wait for the gradients of other stages; use '
+            '"stop"'
         )
 
 

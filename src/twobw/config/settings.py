@@ -215,6 +215,9 @@ class TrainingSettings(Section):
     beside (fp16 with dynamic loss scaling). ``recompute``: what is run again for the backward
     instead of being kept: each ``layer``, the whole ``stage``, or ``attention`` alone.
     ``max_grad_norm`` clips the global norm of the gradient (0: neither taken nor clipped).
+    ``on_divergence``: when the loss is not finite, ``stop``; ``skip`` leaves out, on every rank,
+    updates whose gradient is not finite, for which updates wait for other ranks as with clipping;
+    or ``continue``.
 
     The model is evaluated on ``evaluation_batches`` validation batches (0: never) at the start
     and the end, and every ``evaluate_every`` batches (0: only then). A validation batch has
@@ -228,6 +231,7 @@ class TrainingSettings(Section):
     precision: Annotated[str, _choice("fp32", "bf16", "fp16")] = "fp32"
     recompute: Annotated[str, _choice("none", "layer", "stage", "attention")] = "none"
     max_grad_norm: Annotated[float, Field(ge=0.0)] = 0.0
+    on_divergence: Annotated[str, _choice("stop", "skip", "continue")] = "stop"
     log_every: Size = 10
     evaluate_every: Count = 0
     evaluation_batches: Count = 8

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twobw.core.ops import Op, OpKind
 from twobw.runtime.batch import Batch
+from twobw.runtime.finiteness import FiniteWatch
 from twobw.runtime.mesh import Mesh
 from twobw.runtime.messages import Message, Value, map_value
 from twobw.runtime.optimization import Optimization
@@ -39,6 +40,7 @@ class Executor:
         scaler: the loss scale, in fp16.
         loss_function: used on the last stage.
         recorder: notes what ran when.
+        watch: is told the version that layers run on.
 
     Attributes:
         batches: those under way, by the number that ops have for them.
@@ -57,6 +59,7 @@ class Executor:
         scaler: LossScaler | None,
         loss_function: LossFunction,
         recorder: Recorder,
+        watch: FiniteWatch,
     ) -> None:
         self.batches: dict[int, Batch] = {}
         self.microbatches_per_update = 1
@@ -71,6 +74,7 @@ class Executor:
         self._scaler = scaler
         self._loss_function = loss_function
         self._recorder = recorder
+        self._watch = watch
         self._received: dict[tuple[Channel, int], Message] = {}
         self._to_send: dict[tuple[Channel, int], Message] = {}
         self._awaits_gradient: set[int] = set()
@@ -140,6 +144,7 @@ class Executor:
     def _install(self, op: Op) -> None:
         # the update that takes batch k's gradient is applied to version k
         self._weights.install(op.version, is_stale=op.version < op.batch)
+        self._watch.version = op.version
 
     def _input(self, batch: Batch, microbatch: int, place: int) -> Value | Message:
         if batch.inputs is None:

@@ -18,6 +18,7 @@ from twobw.runtime.batch import count_samples, join, split, split_sizes
 from twobw.runtime.checkpoint.manifest import Manifest
 from twobw.runtime.checkpoint.writing import Keep
 from twobw.runtime.executor import LossFunction
+from twobw.runtime.finiteness import NonFinite
 from twobw.runtime.layers import (
     Layer,
     build_layers,
@@ -85,6 +86,9 @@ class Pipeline:
         shard_optimizer: spread optimizer state over the replicas (ZeRO stage 1).
         overlap_reduce: hide what must be reduced behind the next batch, for a second gradient
             buffer; ``False`` waits for it after each batch's last backward.
+        skip_non_finite: leave out, on every rank, an update whose gradient is not finite anywhere,
+            as fp16 always does. Over several stages updates then wait for the other ranks, as with
+            ``max_grad_norm``.
         timeout: seconds that one wait for another rank may last.
 
     Raises:
@@ -114,12 +118,14 @@ class Pipeline:
         max_grad_norm: float | None = None,
         shard_optimizer: bool = False,
         overlap_reduce: bool = True,
+        skip_non_finite: bool = False,
         timeout: float = 600.0,
     ) -> None:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.num_stages = _num_stages(pp, dp, dist.get_world_size() if is_distributed else None)
         self._precision = precision
         self._recompute = recompute
+        self._skips = skip_non_finite or precision == "fp16"
         self._lookahead = _at_least_0("lookahead", lookahead)
         self._schedule = self._checked(schedule, num_microbatches, extra_in_flight, update_lag)
         self.split = choose_split(layers, split, self.num_stages)
@@ -143,9 +149,10 @@ class Pipeline:
             overlap_reduce,
             lookahead,
             int(_at_least_0("flush_batches", flush_batches)),
+            skip_non_finite,
             reduces=dp > 1
             or bool(ties)
-            or (self.num_stages > 1 and (max_grad_norm is not None or precision == "fp16")),
+            or (self.num_stages > 1 and (max_grad_norm is not None or self._skips)),
         )
         generator = SharedGenerator() if len(meshes) > 1 else None
         firsts = [sum(self.split[: mesh.stage]) for mesh in meshes]
@@ -369,6 +376,11 @@ class Pipeline:
         """
         self._call(lambda rank: rank.check_replicas())
 
+    def first_non_finite(self) -> NonFinite | None:
+        """Where values that are not finite first came from a layer (or the loss function) in
+        training, of all ranks; ``None`` if they never did. Drains first; every rank calls it."""
+        return self._call(lambda rank: rank.first_non_finite())[0]
+
     def close(self) -> None:
         """End this pipeline's threads. A checkpoint that is being written is then lost: see
         `wait_until_saved`, which leaving a ``with`` block without an error calls."""
@@ -402,10 +414,13 @@ class Pipeline:
         check_schedule(
             choice, self.num_stages, lookahead=self._lookahead, recompute=self._recompute
         )
-        if name == "weight-stashing" and self._precision == "fp16":
+        if name == "weight-stashing" and self._skips:
+            setting, remedy = "precision = 'fp16'", "use 'bf16'"
+            if self._precision != "fp16":
+                setting, remedy = "skip_non_finite", "leave it out, or use another schedule"
             raise ValueError(
-                "precision = 'fp16' does not go with schedule = 'weight-stashing': its updates "
-                "cannot wait for the overflows of other stages; use 'bf16'"
+                f"{setting} does not go with schedule = 'weight-stashing': its updates cannot wait "
+                f"for the overflows of other stages; {remedy}"
             )
         return choice
 

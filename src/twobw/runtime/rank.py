@@ -29,6 +29,7 @@ from twobw.runtime.checkpoint.reading import Stored
 from twobw.runtime.checkpoint.writing import Part
 from twobw.runtime.collectives import same_everywhere
 from twobw.runtime.executor import Executor, LossFunction
+from twobw.runtime.finiteness import FiniteWatch, NonFinite
 from twobw.runtime.layers import ConstantBuffers, TiedNames
 from twobw.runtime.mesh import Mesh
 from twobw.runtime.messages import Message, Value, map_value
@@ -68,6 +69,7 @@ class Settings:
     overlap_reduce: bool
     lookahead: float
     flush_batches: int
+    skip_non_finite: bool
     reduces: bool  # whether the updates of some stage need other ranks
 
 
@@ -106,7 +108,8 @@ class Rank:
         self._runner = runner
         self._ties = ties
         self._settings = settings
-        self._stage = Stage(layers, first_layer, runner, settings.recompute)
+        self._watch = FiniteWatch(mesh.stage, mesh.replica)
+        self._stage = Stage(layers, first_layer, runner, settings.recompute, self._watch)
         dtype = compute_dtype(settings.precision)
         if dtype != torch.float32:
             cast_rest(layers, dtype)
@@ -123,7 +126,7 @@ class Rank:
             self._device,
             ties=_own_ties(mesh, ties, self._weights.names),
             max_grad_norm=settings.max_grad_norm,
-            looks_for_overflow=settings.precision == "fp16",
+            looks_for_overflow=settings.precision == "fp16" or settings.skip_non_finite,
         )
         self._shared_buffers = [name for tie in shared_buffers for name in tie.names]
         self._constants = self._constant_buffers()
@@ -146,6 +149,7 @@ class Rank:
             scaler=self._scaler,
             loss_function=settings.loss_fn,
             recorder=self._recorder,
+            watch=self._watch,
         )
         self._layout_keys: dict[object, int] = {}
         self._next_batch = 0
@@ -229,6 +233,7 @@ class Rank:
         self._results.append(result)
         if len(self._results) > _KEPT_RESULTS:
             self._results.popleft().settle()
+        self._watch.look(batch.header.batch)
         return result
 
     def request_stop(self) -> None:
@@ -346,6 +351,11 @@ class Rank:
                 f"{self._next_batch - 1}; they must be equal to the bit. A layer whose gradient "
                 "depends on the rank, or a failing device, can be the cause"
             )
+
+    def first_non_finite(self) -> NonFinite | None:
+        """See `Pipeline.first_non_finite`."""
+        self.drain()
+        return self._watch.first_of(self.mesh.stages, self.mesh.replicas)
 
     def fail(self, error: BaseException) -> None:
         """Let the other ranks know that this one has failed."""

@@ -67,7 +67,7 @@ class Reduction:
         device: where they are.
         ties: this stage's tied parameters, in an order that all stages share.
         max_grad_norm: clip the global norm to this; ``None``: neither taken nor clipped.
-        looks_for_overflow: whether gradients that are not finite skip the update.
+        looks_for_overflow: whether gradients that are not finite skip the update, on all ranks.
     """
 
     replicas: Collective
@@ -198,7 +198,7 @@ class Reduction:
         needs_dense = {
             "a tied weight": bool(self.ties),
             "max_grad_norm": self.max_grad_norm is not None,
-            "precision = 'fp16'": self.looks_for_overflow,
+            "precision = 'fp16' or skip_non_finite": self.looks_for_overflow,
         }
         for what, is_used in needs_dense.items():
             if is_used and any(gradient.is_sparse for gradient in present(gradients)):

@@ -46,7 +46,8 @@ class StepResult:
         loss: handle of the mean loss over the batch.
         grad_norm: the global norm of the batch's gradient before clipping, where it is clipped;
             known once the batch's update is made, ``None`` before.
-        is_skipped: whether fp16 overflowed and the update was left out; known like ``grad_norm``.
+        is_skipped: whether the update was left out, since fp16 overflowed or, with
+            ``skip_non_finite``, the gradient is not finite; known like ``grad_norm``.
         is_last: whether a stop was requested: all ranks leave their loops after this batch.
     """
 

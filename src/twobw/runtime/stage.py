@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from twobw.runtime.finiteness import FiniteWatch
 from twobw.runtime.messages import Message, Value, as_value, check_value
 from twobw.runtime.randomness import LayerRunner
 from twobw.runtime.recompute import Buffers, recompute_attention
@@ -64,6 +65,7 @@ class Stage:
         runner: sets the random generator before each layer.
         recompute: what is run again for the backward instead of being kept: nothing; each layer
             from its inputs; the whole stage from its inputs; or modules that are attention.
+        watch: is given what layers give in training, when they first run.
 
     Raises:
         ValueError: an unknown ``recompute``.
@@ -75,6 +77,7 @@ class Stage:
         first_layer: int,
         runner: LayerRunner,
         recompute: str = "none",
+        watch: FiniteWatch | None = None,
     ) -> None:
         if recompute not in get_args(Recompute):
             allowed = ", ".join(get_args(Recompute))
@@ -83,6 +86,7 @@ class Stage:
         self.first_layer = first_layer
         self._runner = runner
         self._recompute = recompute
+        self._watch = watch
         if recompute == "attention":
             recompute_attention(self.layers)
         self._stash: dict[int, list[_Graph | _Inputs]] = {}
@@ -116,7 +120,10 @@ class Stage:
         def run_last(value: Value) -> Value:
             if then is None:
                 return value
-            return self._runner.run(then, self.first_layer + len(self.layers), batch, place, value)
+            index = self.first_layer + len(self.layers)
+            loss = self._runner.run(then, index, batch, place, value)
+            self._look_at(loss, index, batch, place)
+            return loss
 
         if self._recompute in ("layer", "stage") and torch.is_grad_enabled():
             value = self._run_and_forget(value, batch, place, stash)
@@ -170,12 +177,35 @@ class Stage:
         for module, training in modes.items():
             module.training = training
 
-    def _run_layers(self, places: range, value: Value, batch: int, place: int) -> Value:
+    def _run_layers(
+        self, places: range, value: Value, batch: int, place: int, *, is_again: bool = False
+    ) -> Value:
         for offset in places:
             index, layer = self.first_layer + offset, self.layers[offset]
-            output = self._runner.run(layer, index, batch, place, value)
-            value = check_value(output, f"layer {index} ({type(layer).__name__})")
+            try:
+                output = self._runner.run(layer, index, batch, place, value)
+            except Exception as error:
+                error.add_note(f"in {self._name(offset)}, {self._given(offset, value)}")
+                raise
+            value = check_value(output, self._name(offset))
+            if not is_again:
+                self._look_at(value, index, batch, place)
         return value
+
+    def _look_at(self, value: Value, index: int, batch: int, place: int) -> None:
+        if self._watch is not None and torch.is_grad_enabled():
+            self._watch.add(value, index, batch, place)
+
+    def _name(self, offset: int) -> str:
+        return f"layer {self.first_layer + offset} ({type(self.layers[offset]).__name__})"
+
+    def _given(self, offset: int, value: Value) -> str:
+        """What a layer was given, and by which."""
+        index = self.first_layer + offset
+        giver = "the batch" if index == 0 else f"layer {index - 1}, on the stage before"
+        if offset > 0:
+            giver = self._name(offset - 1)
+        return f"which was given {Message.of(value).layout} by {giver}"
 
     def _run_and_keep(
         self,
@@ -221,7 +251,9 @@ class Stage:
         received = _Received()
         with segment.buffers.in_place():
             value = self._enter(segment.message.copy(), received)
-            value = self._run_layers(segment.layers, value, segment.batch, segment.place)
+            value = self._run_layers(
+                segment.layers, value, segment.batch, segment.place, is_again=True
+            )
         return _Graph(_edges(value), received)
 
     def _enter(self, message: Message, received: _Received) -> Value:

@@ -1,12 +1,14 @@
-"""When to give a run up: its loss is no longer finite, or fp16 skips every update."""
+"""What to do about a loss that is no longer finite, and about updates that are all skipped."""
 
 from __future__ import annotations
 
 import math
 
 from twobw.config import Config
+from twobw.runtime.finiteness import NonFinite
 
-# Each overflow halves the loss scale, so by then it is not the scale that makes gradients overflow.
+# Each overflow halves fp16's loss scale, so by then it is not the scale that makes gradients
+# overflow; nor is it a bad batch, in other precisions.
 _MOST_SKIPPED = 50
 
 
@@ -17,34 +19,80 @@ class Divergence:
         failure: that, and what to try; ``None`` as long as all is well.
 
     Args:
-        config: of the run.
+        config: of the run; its ``training.on_divergence`` says what to do.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._wish = config.training.on_divergence
         self._num_skipped = 0
-        self.failure: str | None = None
+        self._what: str | None = None
+        self._remedy = ""
+        self._non_finite: NonFinite | None = None
 
-    def add(self, batch: int, loss: float, is_skipped: bool) -> None:
-        """Take in a batch's training loss, and whether fp16 overflowed so that its update was
-        skipped: then the weights have come to no harm, whatever the loss."""
+    @property
+    def failure(self) -> str | None:
+        """See the class."""
+        if self._what is None:
+            return None
+        where = f" ({self._where(self._non_finite)})" if self._non_finite else ""
+        return f"{self._what}{where}; try {self._remedy}{self._remedies()}"
+
+    def add(self, batch: int, loss: float, is_skipped: bool) -> str | None:
+        """Take in a batch's training loss, and whether its update was skipped, since fp16
+        overflowed or its gradient was not finite: then the weights have come to no harm, whatever
+        the loss.
+
+        Returns:
+            What the user should know, where the run goes on all the same.
+        """
         self._num_skipped = self._num_skipped + 1 if is_skipped else 0
-        if self.failure is not None:
-            return
+        if self._what is not None:
+            return None
         if self._num_skipped == _MOST_SKIPPED:
-            self.failure = (
-                f"fp16 has skipped the last {_MOST_SKIPPED} updates, up to step {batch + 1}, since "
-                f'gradients overflow at any loss scale; try training.precision = "bf16", '
-                f"{self._remedies()}"
-            )
-        elif not (is_skipped or math.isfinite(loss)):
-            self.failure = f"the loss is {loss} at step {batch + 1}; try {self._remedies()}"
+            self._give_up_skipping(batch)
+        elif math.isfinite(loss):
+            return None
+        elif is_skipped:
+            return f"the loss is {loss} at step {batch + 1}; its update is left out"
+        elif self._wish == "stop":
+            self._what = f"the loss is {loss} at step {batch + 1}"
+        else:
+            return f"the loss is {loss} at step {batch + 1}; training goes on"
+        return None
 
-    def end(self, num_batches: int, validation_loss: float, has_finite_weights: bool) -> None:
-        """Take in what the run leaves: the last update may have been the one too many."""
-        if self.failure is None and not (has_finite_weights and math.isfinite(validation_loss)):
+    def end(
+        self,
+        num_batches: int,
+        validation_loss: float,
+        has_finite_weights: bool,
+        non_finite: NonFinite | None = None,
+    ) -> None:
+        """Take in what the run leaves: the last update may have been the one too many; and where
+        values that are not finite first appeared."""
+        self._non_finite = non_finite
+        if self._what is None and not (has_finite_weights and math.isfinite(validation_loss)):
             what = "validation loss is" if has_finite_weights else "weights are"
-            self.failure = f"the {what} not finite after step {num_batches}; try {self._remedies()}"
+            self._what = f"the {what} not finite after step {num_batches}"
+
+    def _give_up_skipping(self, batch: int) -> None:
+        last = f"the last {_MOST_SKIPPED} updates, up to step {batch + 1}"
+        if self._config.training.precision == "fp16":
+            self._what = f"fp16 has skipped {last}, since gradients overflow at any loss scale"
+            self._remedy = 'training.precision = "bf16", '
+        else:
+            self._what = f"{last}, were left out, since their gradients are not finite"
+
+    def _where(self, non_finite: NonFinite) -> str:
+        """Where it began, in the run's terms."""
+        last = self._config.model.size().list_length - 1
+        names = {0: "the embedding", last: "the head", last + 1: "the loss"}
+        name = names.get(non_finite.layer, f"block {non_finite.layer - 1}")
+        return (
+            f"first in step {non_finite.batch + 1}, batch {non_finite.batch}: {name} (layer "
+            f"{non_finite.layer}) on stage {non_finite.stage} gave values that are not finite, in "
+            f"microbatch {non_finite.microbatch}, on weight version {non_finite.version}"
+        )
 
     def _remedies(self) -> str:
         """What often helps, with the values now."""

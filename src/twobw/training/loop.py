@@ -75,6 +75,7 @@ def make_pipeline(config: Config) -> Pipeline:
         max_grad_norm=training.max_grad_norm or None,
         shard_optimizer=parallel.shard_optimizer,
         overlap_reduce=parallel.overlap_reduce,
+        skip_non_finite=training.on_divergence == "skip",
         timeout=training.timeout_s,
     )
 
@@ -150,8 +151,9 @@ class _Loop:
             self._pipeline.check_replicas()
         self._evaluate()
         weights, timeline = self._pipeline.full_state_dict(), self._pipeline.timeline()
+        non_finite = self._pipeline.first_non_finite()
         if self._report and weights is not None and timeline is not None:
-            self._report.finish(Outcome(self._watch.total, weights, timeline))
+            self._report.finish(Outcome(self._watch.total, weights, timeline, non_finite))
 
     def _train_batch(self) -> StepResult:
         result = self._pipeline.train_step(*self._batch(self._num_batches))

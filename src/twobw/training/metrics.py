@@ -40,7 +40,7 @@ class BatchRow:
         mfu: these as a part of what the rank's device can do at most in 16 bits; None where that is
             not known, and in fp32.
         samples: trained on since the start of the run, this batch included.
-        num_skipped: updates that fp16 has skipped since the start, this batch's included.
+        num_skipped: updates that were left out since the start, this batch's included.
         stages: by stage.
     """
 
@@ -180,7 +180,7 @@ class Summary:
         num_batches: batches trained.
         samples: samples trained on.
         tokens: tokens trained on.
-        num_skipped: updates that fp16 skipped.
+        num_skipped: updates that were left out: fp16 overflowed, or as on_divergence says.
         is_stopped_early: whether it ended before the last batch of the config: it was asked to,
             or it failed.
         failure: why there was no use in going on, and what to try; None where all went well.

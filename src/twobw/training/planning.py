@@ -156,7 +156,8 @@ def training_of(config: Config) -> Training:
     """What a plan for a config must keep to."""
     return Training(
         config.training.global_batch_size,
-        clips=config.training.max_grad_norm > 0,
+        # either way, updates wait for all stages
+        clips=config.training.max_grad_norm > 0 or config.training.on_divergence == "skip",
         lookahead=config.parallel.lookahead > 0,
         shard_optimizer=config.parallel.shard_optimizer,
         overlap_reduce=config.parallel.overlap_reduce,

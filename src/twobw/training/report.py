@@ -20,6 +20,7 @@ from twobw.core.timeline import Timeline
 from twobw.models.sizes import BertConfig, GPTConfig
 from twobw.models.whole import flops_per_token, model_with, num_parameters
 from twobw.reports.perfetto import chrome_trace
+from twobw.runtime.finiteness import NonFinite
 from twobw.runtime.results import StepResult
 from twobw.training.data import Samples
 from twobw.training.device import own_device, peak_flops
@@ -65,11 +66,13 @@ class Outcome:
         seconds: of training, from the first batch's start to the drain's end.
         weights: under the model's own names.
         timeline: of the last batches.
+        non_finite: where values that are not finite first appeared in training, if they did.
     """
 
     seconds: float
     weights: dict[str, Tensor]
     timeline: Timeline
+    non_finite: NonFinite | None
 
 
 @contextmanager
@@ -175,7 +178,8 @@ class RunReport:
         )
         self._num_batches = result.batch + 1
         self._loss = row.loss
-        self._divergence.add(row.batch, row.loss, is_skipped)
+        if note := self._divergence.add(row.batch, row.loss, is_skipped):
+            self._progress.note(f"warning: {note}")
         self._averages.add(stages)
         self._metrics.write(row)
         self._progress.update(row)
@@ -214,7 +218,7 @@ class RunReport:
         finite are of no use and not saved."""
         has_finite_weights = all(bool(w.isfinite().all()) for w in outcome.weights.values())
         loss = self._validations[-1].validation_loss if self._validations else 0.0
-        self._divergence.end(self._num_batches, loss, has_finite_weights)
+        self._divergence.end(self._num_batches, loss, has_finite_weights, outcome.non_finite)
         if has_finite_weights:
             save_weights(outcome.weights, self._config.model.size(), self._folder / WEIGHTS)
         write_json(self._folder / TIMELINE, chrome_trace(outcome.timeline), indent=None)
