@@ -1,15 +1,20 @@
-"""Emulated layers and groups, for benchmarks of schedules rather than of arithmetic: they sleep.
+"""Emulated layers, groups and links, for benchmarks of schedules, not of arithmetic: they sleep.
 
 Sleeping takes no processor, so many processes fit a few cores.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from twobw.runtime import pipeline
@@ -140,3 +145,58 @@ class SlowGroups:
     def _slow(self, group: Collective) -> SlowCollective:
         self._groups.append(SlowCollective(group, self._seconds))
         return self._groups[-1]
+
+
+class SlowLinks:
+    """While installed, what this process sends leaves only after ``seconds``.
+
+    Args:
+        seconds: from `torch.distributed.isend` to the real one.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._isend = dist.isend
+        self._waiting: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
+
+    def install(self) -> None:
+        """From now on, for the life of this process."""
+        threading.Thread(target=self._send_when_due, name="slow-links", daemon=True).start()
+        dist.isend = self._begin  # type: ignore[assignment]
+
+    def _begin(self, *args: Any) -> _SlowWork:
+        work = _SlowWork()
+        due = time.monotonic() + self._seconds
+        self._waiting.put((due, lambda: work.begin(lambda: self._isend(*args))))
+        return work
+
+    def _send_when_due(self) -> None:
+        while True:
+            due, send = self._waiting.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            send()
+
+
+class _SlowWork:
+    """A send that has perhaps not begun; what the runtime uses of `torch.distributed.Work`."""
+
+    def __init__(self) -> None:
+        self._has_begun = threading.Event()
+        self._work: dist.Work | None = None
+        self._error: RuntimeError | None = None
+
+    def begin(self, send: Callable[[], dist.Work | None]) -> None:
+        """Really send."""
+        try:
+            self._work = send()
+        except RuntimeError as error:
+            self._error = error
+        self._has_begun.set()
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Until it is sent."""
+        if not self._has_begun.wait(timeout.total_seconds()):
+            raise RuntimeError("the delayed send has not begun")
+        if self._error is not None:
+            raise self._error
+        return self._work is None or self._work.wait(timeout)
