@@ -70,6 +70,50 @@ class Rank(Process):
         return profile.to_json() if self._rank == 0 else None
 
 
+class Contest(Process):
+    """A process in which many configurations of one model are trained by turns.
+
+    Args:
+        seat: this process's place.
+        config: precision and optimizer, for the overheads that are measured at the start.
+    """
+
+    def __init__(self, seat: Seat, config: Config) -> None:
+        import torch
+
+        from twobw.profiler.overhead import time_batches
+
+        torch.set_num_threads(1)
+        self._batch_times = time_batches(config, torch.device("cpu"))
+        seat.join()
+        self._trainings: dict[str, Training] = {}
+
+    def profile(self, config: Config, microbatch_sizes: list[int]) -> str:
+        """Of the model."""
+        import torch
+
+        from twobw.profiler.rank import RankProfiler
+        from twobw.profiler.timing import NUM_ROUNDS
+
+        device = torch.device("cpu")
+        profiler = RankProfiler(config, microbatch_sizes, device, self._batch_times)
+        for _ in range(NUM_ROUNDS):
+            for size in microbatch_sizes:
+                profiler.time_microbatches(size)
+        profiler.time_updates()
+        return profiler.profile().to_json()
+
+    def add(self, name: str, config: Config) -> None:
+        """A configuration."""
+        self._trainings[name] = Training(config)
+
+    def turn(self, name: str, num_untimed: int, num_timed: int) -> float:
+        """Train; seconds a batch. Nothing stays in flight."""
+        seconds = self._trainings[name].turn(num_untimed, num_timed)
+        self._trainings[name].drain()
+        return seconds
+
+
 class MemoryRank:
     """One stage's process, for its peak of memory.
 
@@ -118,8 +162,12 @@ class Training:
             self._pipeline.train_step(self._batch, self._batch)
         return (time.perf_counter() - start) / num_timed
 
-    def end(self) -> None:
+    def drain(self) -> None:
         """Finish what is in flight."""
+        self._pipeline.drain()
+
+    def end(self) -> None:
+        """And nothing more will come."""
         self._pipeline.drain()
         self._pipeline.close()
 
