@@ -16,7 +16,7 @@ from twobw.config import Config
 from twobw.core.costs import LinkCost, OverheadCost, PipelineCost, StageCost
 
 _NUM_SLEEPS = 12
-_LONG_MESSAGE_BYTES = 1 << 22
+_TIMEOUT_S = 60.0
 _NUM_BATCHES = 3  # for the peak of memory
 
 
@@ -213,13 +213,13 @@ class EmulatedRank(Process):
         from emulated import SleepingLayer, SlowLinks
 
         from twobw import Pipeline
-        from twobw.profiler.overhead import time_batches, time_link
+        from twobw.profiler.overhead import LONG_MESSAGE_BYTES, time_batches, time_link
 
         torch.set_num_threads(1)
         device = torch.device("cpu")
         op_ns, batch_ns = time_batches(config, device)
         seat.join()
-        self._link, message_ns = time_link(config, device, _LONG_MESSAGE_BYTES)
+        self._link, message_ns = time_link(device, LONG_MESSAGE_BYTES, _TIMEOUT_S)
         self._overhead = OverheadCost(op_ns, message_ns, batch_ns)
         self._seat, self._run = seat, run
         self._samples: list[tuple[int, int]] = []

@@ -217,6 +217,27 @@ def plan(
 
 
 @app.command
+def cluster(*, measure: bool = False, threads: _Int = 1, out: Path = Path("cluster.toml")) -> None:
+    """Describe this machine for `twobw plan`: its devices, their memory, the link between two.
+
+    A device is a GPU or, without any, the cores that a rank's threads take.
+
+    Parameters
+    ----------
+    measure
+        Measure the link between two ranks.
+    threads
+        Threads of a rank, as [training] num_threads.
+    out
+        Where to write the description, a TOML file.
+    """
+    from twobw.profiler.command import run_cluster_command
+
+    die_on([SIGINT])  # as for train
+    sys.stdout.write(run_cluster_command(threads, out, measures=measure) + "\n")
+
+
+@app.command
 def simulate(
     plan: Path | None = None,
     /,

@@ -27,6 +27,14 @@ def test_a_cluster_from_toml(tmp_path: Path) -> None:
     assert cluster.link(crosses=False).latency_ns == 10_000
 
 
+def test_a_description_is_written_as_it_is_read(tmp_path: Path) -> None:
+    path, again = tmp_path / "cluster.toml", tmp_path / "again.toml"
+    path.write_text(GOOD.replace("two servers", 'two \\"servers\\"'))
+    again.write_text(load_cluster(path).to_toml())
+    assert load_cluster(again) == load_cluster(path)
+    assert load_cluster(again).name == 'two "servers"'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

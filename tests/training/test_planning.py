@@ -11,7 +11,7 @@ from twobw.planner.configuration import Training
 from twobw.planner.plan import PLANNED_SETTINGS, Plan, load_plan
 from twobw.planner.search import find_plans
 from twobw.profiler.profile import LinkProfile, ModelProfile
-from twobw.training.planning import choose_plan, config_of_plan, local_cluster
+from twobw.training.planning import choose_plan, config_of_plan
 
 BATCH = 8
 SIZES = (1, 2, 4)
@@ -119,10 +119,3 @@ class TestAuto:
         monkeypatch.setattr("twobw.training.planning.num_local_devices", lambda threads: 2)
         planned, _ = self.choose(tmp_path, {"parallel.overlap_reduce": "false"})
         assert not planned.config.parallel.overlap_reduce
-
-
-def test_this_machine_as_a_cluster() -> None:
-    link = LinkProfile(latency_ns=5, bytes_per_second=2e9)
-    spec = local_cluster(link, 3)
-    assert (spec.num_devices, spec.inside) == (3, link)
-    assert 0 < spec.device_memory_bytes < 2**44

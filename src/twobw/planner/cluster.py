@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +53,20 @@ class ClusterSpec(BaseModel):
     def link(self, *, crosses: bool) -> LinkProfile:
         """The link between nodes, or within one."""
         return self.between if crosses and self.between is not None else self.inside
+
+    def to_toml(self) -> str:
+        """The inverse of `load_cluster`."""
+        lines = [
+            f"name = {json.dumps(self.name)}",
+            f"nodes = {self.nodes}",
+            f"devices_per_node = {self.devices_per_node}",
+            f"device_memory_bytes = {self.device_memory_bytes:_}",
+        ]
+        for name, link in (("inside", self.inside), ("between", self.between)):
+            if link is not None:
+                lines += ["", f"[{name}]", f"bytes_per_second = {link.bytes_per_second:_}"]
+                lines += [f"latency_ns = {link.latency_ns:_}"]
+        return "\n".join(lines) + "\n"
 
 
 def load_cluster(path: Path) -> ClusterSpec:

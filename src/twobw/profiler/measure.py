@@ -18,14 +18,15 @@ from rich.progress import Progress
 from torch.multiprocessing.spawn import start_processes
 
 from twobw.config import Config
-from twobw.profiler.overhead import time_batches
-from twobw.profiler.profile import ModelProfile, load_profile
+from twobw.profiler.overhead import LONG_MESSAGE_BYTES, time_batches, time_link
+from twobw.profiler.profile import LinkProfile, ModelProfile
 from twobw.profiler.rank import RankProfiler
 from twobw.profiler.timing import NUM_ROUNDS
 from twobw.training.device import own_device
 from twobw.training.stopping import die_on, die_with_parent
 
-_RESULT = "profile.json"
+_RESULT = "result.json"
+_LINK_TIMEOUT_S = 60.0
 
 
 def measure_profile(config: Config, microbatch_sizes: Sequence[int]) -> ModelProfile:
@@ -36,34 +37,76 @@ def measure_profile(config: Config, microbatch_sizes: Sequence[int]) -> ModelPro
         config: of the run that the profile is for.
         microbatch_sizes: in samples, ascending.
     """
+    arguments = (config, tuple(microbatch_sizes))
+    num_threads = config.training.num_threads
+    return ModelProfile.from_json(_result_of(_profile, arguments, config.num_ranks, num_threads))
+
+
+def measure_link(num_threads: int) -> LinkProfile:
+    """The link between two ranks of so many threads on this machine."""
+    return LinkProfile.model_validate_json(_result_of(_link, (num_threads,), 2, num_threads))
+
+
+def _result_of(
+    function: Callable[..., None], arguments: tuple[object, ...], num_ranks: int, num_threads: int
+) -> bytes:
+    """Start ranks, each of which runs ``function(rank, *arguments, folder, parent)``; what rank 0
+    has left in the folder."""
     # Ranks of one machine meet on the loopback, whatever its name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    os.environ["OMP_NUM_THREADS"] = str(config.training.num_threads)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
     with TemporaryDirectory(prefix="twobw-profile-") as folder:
-        arguments = (config, tuple(microbatch_sizes), Path(folder), os.getpid())
-        start_processes(_run_rank, arguments, nprocs=config.num_ranks, start_method="spawn")
-        return load_profile(Path(folder, _RESULT))
+        everything = (*arguments, Path(folder), os.getpid())
+        start_processes(function, everything, nprocs=num_ranks, start_method="spawn")
+        return Path(folder, _RESULT).read_bytes()
 
 
-def _run_rank(
-    rank: int, config: Config, microbatch_sizes: tuple[int, ...], folder: Path, parent: int
-) -> None:
-    """One of the processes; rank 0 leaves the profile in ``folder``."""
+def _become_rank(rank: int, num_threads: int, parent: int) -> torch.device:
+    """What a process does first; its device."""
     die_with_parent(parent)
     die_on([SIGINT])
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(config.training.num_threads)
+    torch.set_num_threads(num_threads)
     device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    batch_times = time_batches(config, device)
+    return device
+
+
+def _join(rank: int, num_ranks: int, device: torch.device, folder: Path, timeout_s: float) -> None:
+    """Make the process group."""
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=config.num_ranks,
-        timeout=timedelta(seconds=config.training.timeout_s),
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
     )
+
+
+def _leave(rank: int, folder: Path, result: str) -> None:
+    """Leave the result, on rank 0, and the process group."""
+    if rank == 0:
+        Path(folder, _RESULT).write_text(result, encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _link(rank: int, num_threads: int, folder: Path, parent: int) -> None:
+    """One of two processes."""
+    device = _become_rank(rank, num_threads, parent)
+    _join(rank, 2, device, folder, _LINK_TIMEOUT_S)
+    link, _ = time_link(device, LONG_MESSAGE_BYTES, _LINK_TIMEOUT_S)
+    _leave(rank, folder, link.model_dump_json())
+
+
+def _profile(
+    rank: int, config: Config, microbatch_sizes: tuple[int, ...], folder: Path, parent: int
+) -> None:
+    """One of the processes of a profile."""
+    device = _become_rank(rank, config.training.num_threads, parent)
+    batch_times = time_batches(config, device)
+    _join(rank, config.num_ranks, device, folder, config.training.timeout_s)
     with _progress(is_shown=rank == 0, total=NUM_ROUNDS * len(microbatch_sizes) + 2) as advance:
         profiler = RankProfiler(config, microbatch_sizes, device, batch_times)
         advance()
@@ -73,11 +116,7 @@ def _run_rank(
                 advance()
         profiler.time_updates()
         advance()
-    profile = profiler.profile()
-    if rank == 0:
-        Path(folder, _RESULT).write_text(profile.to_json(), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    _leave(rank, folder, profiler.profile().to_json())
 
 
 @contextmanager

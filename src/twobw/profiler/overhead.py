@@ -18,6 +18,9 @@ from twobw.runtime.messages import Message
 from twobw.runtime.transport import Channel, Transport
 from twobw.training.optimizer import make_lr_scheduler, make_optimizer
 
+LONG_MESSAGE_BYTES = 1 << 22
+"""By which a link's bandwidth is measured, at least."""
+
 _BATCHES = 60
 _MICROBATCHES = (1, 17)
 _PINGS = 50
@@ -55,17 +58,17 @@ def _batch_ns(config: Config, device: torch.device, num_microbatches: int) -> fl
     return median(times[_BATCHES // 6 :])
 
 
-def time_link(config: Config, device: torch.device, num_bytes: int) -> tuple[LinkProfile, int]:
+def time_link(device: torch.device, num_bytes: int, timeout_s: float) -> tuple[LinkProfile, int]:
     """The link between ranks 0 and 1 by messages there and back, and ``message_ns`` of
     `OverheadProfile` in processor time, both through the runtime's transport. Every rank calls it,
     idle otherwise; what it gives counts on rank 0.
 
     Args:
-        config: of the run.
         device: of this rank.
-        num_bytes: of a long message.
+        num_bytes: of a long message, at least `LONG_MESSAGE_BYTES`.
+        timeout_s: seconds that one wait may last.
     """
-    mesh = distributed_mesh(dist.get_world_size(), 1, [], device, config.training.timeout_s)
+    mesh = distributed_mesh(dist.get_world_size(), 1, [], device, timeout_s)
     short, long = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (1, num_bytes))
     message_ns, latency_ns, transfer_ns = 0.0, 0.0, 1.0
     if mesh.stage <= 1:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from twobw.config import Config
 from twobw.profiler.assembly import Duration, layer_profile, microbatch_profile
 from twobw.profiler.footprint import take_footprint
-from twobw.profiler.overhead import time_link
+from twobw.profiler.overhead import LONG_MESSAGE_BYTES, time_link
 from twobw.profiler.profile import (
     SCHEMA_VERSION,
     LayerProfile,
@@ -28,8 +28,6 @@ from twobw.profiler.profile import (
 )
 from twobw.profiler.subject import make_subject
 from twobw.profiler.timing import Bench, Kind, Samples
-
-_LONG_MESSAGE_BYTES = 1 << 22  # at least
 
 
 class RankProfiler:
@@ -106,7 +104,8 @@ class RankProfiler:
         if self._config.num_ranks == 1:
             return None, 0
         longest = max(footprint.output_bytes for footprint in self._footprints.values())
-        return time_link(self._config, self._device, max(longest, _LONG_MESSAGE_BYTES))
+        timeout_s = self._config.training.timeout_s
+        return time_link(self._device, max(longest, LONG_MESSAGE_BYTES), timeout_s)
 
     def _entries(self, samples: Samples, slowdown: float) -> list[LayerProfile]:
         """Of the distinct layers and the loss: what each takes beyond the trivial layer."""

@@ -10,7 +10,8 @@ from twobw.planner.plan import Plan
 from twobw.planner.prediction import predict
 from twobw.profiler.profile import ModelProfile, load_profile
 from twobw.reports.comparison_text import comparison_text
-from twobw.training.planning import local_cluster, training_of
+from twobw.training.machine import local_cluster
+from twobw.training.planning import training_of
 from twobw.training.run_folder import CONFIG, TIMELINE
 from twobw.training.run_reading import Run, load_run
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from twobw.config import Config, ConfigError, ParallelSettings, load_config
-from twobw.planner.cluster import ClusterSpec, load_cluster
+from twobw.planner.cluster import load_cluster
 from twobw.planner.configuration import Training
 from twobw.planner.plan import PLANNED_SETTINGS, Plan, load_plan
 from twobw.planner.search import find_plans
-from twobw.profiler.profile import LinkProfile, ModelProfile
+from twobw.profiler.profile import ModelProfile
 from twobw.reports.plan_text import search_text
+from twobw.training.machine import local_cluster, num_local_devices
 from twobw.training.run_folder import PLAN, PROFILE
 from twobw.training.worker import has_outer_launcher
 
@@ -97,45 +97,6 @@ def choose_plan(
     plan = search.plans[0]
     files = {PLAN: plan.to_json(), PROFILE: profile.to_json()}
     return Planned(_laid_out(path, overrides, plan, f"--parallel {AUTO}"), files)
-
-
-def num_local_devices(num_threads: int) -> int:
-    """GPUs of this machine; without any, how often so many threads go into its cores."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    return max(_usable_cores() // num_threads, 1)
-
-
-def local_cluster(link: LinkProfile | None, num_devices: int) -> ClusterSpec:
-    """This machine.
-
-    Args:
-        link: measured between two ranks; ``None`` with one device, which has none.
-        num_devices: as `num_local_devices`.
-    """
-    return ClusterSpec(
-        name="this machine",
-        devices_per_node=num_devices,
-        device_memory_bytes=_memory_bytes(num_devices),
-        inside=link or LinkProfile(latency_ns=0, bytes_per_second=1e9),
-    )
-
-
-def _memory_bytes(num_devices: int) -> int:
-    """What training may use of a device: a GPU's memory that is free, or a share of the host's."""
-    import torch
-
-    if torch.cuda.is_available():
-        return min(torch.cuda.mem_get_info(device)[0] for device in range(num_devices))
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_devices
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _on_all(config: Config, num_devices: int) -> Config:
