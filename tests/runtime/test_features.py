@@ -84,117 +84,6 @@ def sgd_of_trainable(named: list) -> torch.optim.Optimizer:
     return momentum([(name, p) for name, p in named if p.requires_grad])
 
 
-class TestRecompute:
-    @pytest.mark.parametrize("recompute", ["layer", "stage", "attention"])
-    @pytest.mark.parametrize(("schedule", "pp"), [("2bw", 3), ("1f1b", 2), ("gpipe", 3)])
-    def test_changes_nothing(self, recompute: str, schedule: str, pp: int) -> None:
-        model = build()
-        state, losses, _ = run(model, build_data(), schedule, pp=pp, recompute=recompute)
-        expected = train(model, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=DELAY[schedule])
-        assert_equal(state, model.state_dict())
-        assert losses == expected
-
-    @pytest.mark.parametrize("recompute", ["layer", "stage"])
-    def test_several_outputs(self, recompute: str) -> None:
-        class Fork(nn.Module):
-            def forward(self, x: Tensor):
-                return x * 2, (x > 0), x.detach(), None
-
-        class Join(nn.Module):
-            def forward(self, parts):
-                return parts[0] * parts[1] + parts[2]
-
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 4), Fork(), Join(), nn.Linear(4, 1))
-        state, losses, _ = run(model, build_data(), split=[2, 2], recompute=recompute)
-        expected = train(model, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=1)
-        assert_equal(state, model.state_dict())
-        assert losses == expected
-
-    def test_attention_is_run_again_with_the_same_dropout(self) -> None:
-        class Block(nn.Module):
-            calls = 0
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.attention = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True)
-                self.attention.register_forward_pre_hook(lambda *_: None)
-
-            def forward(self, x: Tensor) -> Tensor:
-                rows = x[:, None]
-                return x + self.attention(rows, rows, rows, need_weights=False)[0][:, 0]
-
-        torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block(), nn.Linear(6, 1))
-        state, losses, _ = run(model, build_data(), recompute="attention")
-        expected = train(model, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=1)
-        assert_equal(state, model.state_dict())
-        assert losses == expected
-
-    @pytest.mark.parametrize("recompute", ["none", "layer", "stage", "attention"])
-    @pytest.mark.parametrize("pp", [1, 2])
-    def test_attention_with_statistics_that_works_in_place(self, pp: int, recompute: str) -> None:
-        """What it does to its input its caller sees; what it does to its buffers is done once."""
-
-        class Attention(nn.Module):
-            is_attention = True
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = nn.BatchNorm1d(6)
-                self.register_buffer("calls", torch.zeros(()))
-
-            def forward(self, x: Tensor, *, again: Tensor) -> Tensor:
-                assert again is x
-                self.calls += 1
-                x.mul_(self.calls.sqrt())
-                return self.norm(x.exp() * again)
-
-        class Block(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear, self.attention = nn.Linear(6, 6), Attention()
-
-            def forward(self, x: Tensor) -> Tensor:
-                x = self.linear(x)
-                return self.attention(x, again=x) + x
-
-        torch.manual_seed(0)
-        model = nn.Sequential(Block(), Block(), nn.Linear(6, 1))
-        state, losses, _ = run(model, build_data(), "1f1b", pp=pp, recompute=recompute)
-        expected = train(model, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=0)
-        assert_equal(state, model.state_dict())
-        assert losses == expected
-        assert state["0.attention.calls"] == state["0.attention.norm.num_batches_tracked"] == 10
-
-    @pytest.mark.parametrize("recompute", ["layer", "stage"])
-    def test_layers_that_work_in_place_at_times(self, recompute: str) -> None:
-        class AtTimes(nn.Linear):
-            def forward(self, x: Tensor) -> Tensor:
-                return super().forward(x.mul_(2) if x.sum() > 0 else x)
-
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), AtTimes(6, 6), nn.Flatten(), AtTimes(6, 1))
-        for split in ([1, 3], [2, 2]):
-            state, losses, _ = run(model, build_data(), "1f1b", split=split, recompute=recompute)
-            expected = copy.deepcopy(model)
-            assert train(expected, nn.MSELoss(), adamw, build_data(), 2, SEED, delay=0) == losses
-            assert_equal(state, expected.state_dict())
-
-    @pytest.mark.parametrize(("recompute", "calls"), [("none", 1), ("layer", 2), ("stage", 2)])
-    def test_layers_are_run_as_often_as_said(self, recompute: str, calls: int) -> None:
-        class Counts(nn.Linear):
-            calls = 0
-
-            def forward(self, x: Tensor) -> Tensor:
-                Counts.calls += 1
-                return super().forward(x)
-
-        model = nn.Sequential(Counts(6, 6), nn.Linear(6, 1))
-        run(model, build_data(num_batches=3), recompute=recompute)
-        assert Counts.calls == 3 * 2 * calls
-
-
 class TestClipping:
     @pytest.mark.parametrize(("schedule", "pp"), [*itertools.product(DELAY, [1, 2, 3])])
     @pytest.mark.filterwarnings("ignore:2bw with")
@@ -446,6 +335,23 @@ class TestReplicas:
         assert_equal(state, model.state_dict(), **SUMMATION)
         assert torch.equal(state["0.weight"][8], start)
 
+    def test_sparse_gradients_on_one_replica_and_dense_on_the_other(self) -> None:
+        class Mix(nn.Embedding):
+            def forward(self, x: Tensor) -> Tensor:
+                return nn.functional.embedding(x, self.weight, sparse=bool(x[0] < 5))
+
+        torch.manual_seed(0)
+        model = nn.Sequential(Mix(9, 6), nn.Linear(6, 1))
+        data = [(torch.tensor([0, 1, 7, 8]), torch.ones(4, 1))]
+        state, losses, _ = run(model, data, "1f1b", 1, pp=1, dp=2, optimizer=momentum)
+        optimizer = momentum(list(model.named_parameters()))
+        model[0].forward = partial(nn.functional.embedding, weight=model[0].weight)
+        loss = nn.functional.mse_loss(model(data[0][0]), data[0][1])
+        loss.backward()
+        optimizer.step()
+        assert losses == [pytest.approx(loss.item())]
+        assert_equal(state, model.state_dict(), **SUMMATION)
+
     @pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"precision": "fp16"}], ids=str)
     def test_sparse_gradients_that_must_be_dense_are_refused(self, options: dict) -> None:
         model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Linear(6, 1))
@@ -639,6 +545,12 @@ def test_forward_needs_outputs_by_sample() -> None:
         pytest.raises(ValueError, match="a tensor without dimensions"),
     ):
         pipeline.forward(torch.ones(4, 6))
+    with twobw.Pipeline(
+        layers, lambda mean, _: mean, adamw, "2bw", 2, pp=2, timeout=30
+    ) as pipeline:
+        with pytest.raises(ValueError, match="a tensor without dimensions"):
+            pipeline.forward(torch.ones(4, 6))
+        assert float(pipeline.train_step(torch.ones(4, 6), torch.ones(4, 1)).loss) < 10
 
 
 def test_forward_gives_the_outputs_of_the_whole_batch() -> None:

@@ -488,9 +488,25 @@ class TestRefusals:
             pytest.raises(ValueError, match=r"buffer .*running_mean, which layers on several"),
         ):
             train_on(pipeline, pairs((4, 4), (4, 4)))
+        late = layers()
+        late[1].eval()  # its statistics begin to change later
+        with make(late, split=[3, 2]) as pipeline:
+            train_on(pipeline, pairs((4, 4)))
+            late[1].train()
+            pipeline.train_step(*pairs((4, 4))[0])
+            with pytest.raises(ValueError, match=r"running_mean, which layers on several"):
+                pipeline.drain()
         with make(layers(), split=[1, 4]) as pipeline:  # both places on one stage
             pipeline.train_step(*pairs((4, 4))[0])
             assert pipeline.full_state_dict()["1.num_batches_tracked"] == 4
+
+    def test_tables_that_stages_share(self) -> None:
+        """They may hold anything, as long as it stays."""
+        first, second = linears(4, 4, 4)
+        first.register_buffer("table", torch.tensor([1.0, math.nan, -0.0]))
+        second.register_buffer("table", first.table)
+        with make([first, second, *linears(4, 1)], split=[1, 2]) as pipeline:
+            train_on(pipeline, pairs((4, 4), (4, 4)))
 
     def test_an_illegal_schedule_is_shown_with_its_fault(
         self, monkeypatch: pytest.MonkeyPatch

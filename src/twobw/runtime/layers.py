@@ -119,12 +119,18 @@ class ConstantBuffers:
             ValueError: one has changed.
         """
         for name, kept in self._kept.items():
-            if not torch.equal(kept, buffers[name]):
+            if not _same_bits(kept, buffers[name]):
                 raise ValueError(
                     f"the buffer {name}, which layers on several stages share, was changed by a "
                     "forward; stages do not see each other's changes. Give split such that these "
                     "layers are on one stage, or give each a buffer of its own"
                 )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+    )
 
 
 def copies_where_shared(

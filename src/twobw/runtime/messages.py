@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeGuard
@@ -15,26 +16,36 @@ Value: TypeAlias = Tensor | tuple[Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Shape, dtype, whether a gradient is wanted back, and the order of the dimensions in memory
-    from the outermost to the innermost (channels last, say)."""
+    """A tensor without its numbers.
+
+    Attributes:
+        shape: of it.
+        dtype: likewise.
+        requires_grad: whether a gradient is wanted back.
+        order: of the dimensions in memory from the outermost to the innermost (channels last, say).
+        shares_memory: whether another tensor of the message has the same storage.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     order: tuple[int, ...]
+    shares_memory: bool = False
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorLayout:
+    def of(tensor: Tensor, *, shares_memory: bool = False) -> TensorLayout:
         """That of ``tensor``, in memory as ``tensor.clone()`` is."""
         order = tuple(range(tensor.dim()))
         if not tensor.is_contiguous():
             strides = torch.empty_like(tensor, device="meta").stride()
             order = tuple(sorted(order, key=lambda dimension: -strides[dimension]))
-        return TensorLayout(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
+        return TensorLayout(
+            tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order, shares_memory
+        )
 
     def fits(self, other: TensorLayout) -> bool:
-        """Whether they differ in no more than the order in memory."""
-        return replace(self, order=other.order) == other
+        """Whether they differ in no more than how they lie in memory."""
+        return replace(self, order=other.order, shares_memory=other.shares_memory) == other
 
     def empty(self, device: torch.device) -> Tensor:
         """A tensor of this layout; permuted by `order` it is contiguous."""
@@ -51,15 +62,16 @@ class Layout:
     tensors: tuple[TensorLayout | None, ...]
 
     def encode(self) -> list[int]:
-        """``is_tuple``, count, then dtype, requires_grad, rank, sizes, order of each tensor."""
+        """``is_tuple``, count, then of each tensor dtype, requires_grad, shares_memory, rank, sizes
+        and order."""
         numbers = [int(self.is_tuple), len(self.tensors)]
         for tensor in self.tensors:
             if tensor is None:
                 numbers.append(-1)
             else:
                 code = _DTYPES.index(tensor.dtype)
-                numbers += [code, int(tensor.requires_grad), len(tensor.shape), *tensor.shape]
-                numbers += tensor.order
+                flags = int(tensor.requires_grad), int(tensor.shares_memory)
+                numbers += [code, *flags, len(tensor.shape), *tensor.shape, *tensor.order]
         return numbers
 
     @staticmethod
@@ -89,16 +101,22 @@ class Message:
     def of(value: Value) -> Message:
         """A message that carries ``value``."""
         tensors = value if isinstance(value, tuple) else (value,)
-        layout = Layout(
-            isinstance(value, tuple),
-            tuple(None if t is None else TensorLayout.of(t) for t in tensors),
+        memory = Counter(t.untyped_storage()._cdata for t in tensors if t is not None)
+        layouts = (
+            None
+            if t is None
+            else TensorLayout.of(t, shares_memory=memory[t.untyped_storage()._cdata] > 1)
+            for t in tensors
         )
+        layout = Layout(isinstance(value, tuple), tuple(layouts))
         return Message(tuple(None if t is None else t.detach() for t in tensors), layout)
 
     def copy(self) -> Message:
-        """The same in storage of its own."""
-        copies = tuple(None if t is None else copy_of(t) for t in self.tensors)
-        return replace(self, tensors=copies)
+        """The same in memory of its own."""
+        copies = iter(copies_of([tensor for tensor in self.tensors if tensor is not None]))
+        return replace(
+            self, tensors=tuple(None if t is None else next(copies) for t in self.tensors)
+        )
 
     @property
     def wanting(self) -> list[int]:
@@ -107,13 +125,36 @@ class Message:
         return [index for index, layout in layouts if layout is not None and layout.requires_grad]
 
 
-def copy_of(tensor: Tensor) -> Tensor:
-    """``tensor.clone()``, as far from a 64-byte boundary as ``tensor`` is: by that, too, kernels
-    of matrices on a CPU choose the order of their sums, and so the last bit."""
-    offset = tensor.data_ptr() % 64 // tensor.element_size() if tensor.device.type == "cpu" else 0
-    strides = torch.empty_like(tensor, device="meta").stride()
-    storage = tensor.new_empty(offset + tensor.numel())
-    return storage.as_strided(tensor.shape, strides, offset).copy_(tensor)
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies that lie in memory as the originals: with their strides, sharing it among each other
+    where they do, and as far from a 64-byte boundary. By the last, too, kernels of matrices on a
+    CPU choose the order of their sums, and so the last bit."""
+    groups: dict[tuple[object, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        key = tensor.untyped_storage()._cdata, tensor.dtype, tensor.requires_grad
+        groups.setdefault(key, []).append(tensor)
+    copies: dict[Tensor, Tensor] = {}
+    for group in groups.values():
+        first = min(tensor.storage_offset() for tensor in group)
+        size = max(tensor.storage_offset() + _extent(tensor) for tensor in group) - first
+        whole = group[0].as_strided((size,), (1,), first)
+        shift = 0
+        if whole.device.type == "cpu":
+            shift = whole.data_ptr() % 64 // whole.element_size()
+        storage = whole.new_empty(shift + size)
+        storage[shift:].copy_(whole)
+        for tensor in group:
+            place = shift + tensor.storage_offset() - first
+            copies[tensor] = storage.as_strided(tensor.shape, tensor.stride(), place)
+    return [copies[tensor] for tensor in tensors]
+
+
+def _extent(tensor: Tensor) -> int:
+    """Numbers from a tensor's first in memory to its last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def as_value(tensors: Sequence[Tensor | None], *, is_tuple: bool) -> Value:
@@ -154,9 +195,9 @@ def _decode_tensor(stream: Iterator[int]) -> TensorLayout | None:
     code = next(stream)
     if code < 0:
         return None
-    requires_grad, rank = bool(next(stream)), next(stream)
+    requires_grad, shares_memory, rank = bool(next(stream)), bool(next(stream)), next(stream)
     shape, order = (tuple(next(stream) for _ in range(rank)) for _ in range(2))
-    return TensorLayout(shape, _DTYPES[code], requires_grad, order)
+    return TensorLayout(shape, _DTYPES[code], requires_grad, order, shares_memory)
 
 
 _DTYPES = (

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -30,7 +31,7 @@ from twobw.runtime.layers import (
 from twobw.runtime.mesh import distributed_mesh, thread_meshes
 from twobw.runtime.messages import Value
 from twobw.runtime.optimization import OptimizerFactory, SchedulerFactory
-from twobw.runtime.randomness import LayerRunner, SharedGenerator
+from twobw.runtime.randomness import LayerRunner
 from twobw.runtime.rank import Rank, Settings
 from twobw.runtime.results import StepResult
 from twobw.runtime.saving import Saving
@@ -154,7 +155,7 @@ class Pipeline:
             or bool(ties)
             or (self.num_stages > 1 and (max_grad_norm is not None or self._skips)),
         )
-        generator = SharedGenerator() if len(meshes) > 1 else None
+        lock = Lock() if len(meshes) > 1 else None
         firsts = [sum(self.split[: mesh.stage]) for mesh in meshes]
         taken: set[nn.Module | nn.Parameter] = set()
         own_layers = [
@@ -170,7 +171,7 @@ class Pipeline:
                 find_shared_buffers(layers, self.split),
                 settings=settings,
                 schedule=self._schedule,
-                runner=LayerRunner(seed, generator),
+                runner=LayerRunner(seed, lock),
             )
             for mesh, own, first in zip(meshes, own_layers, firsts, strict=True)
         ]
@@ -302,7 +303,7 @@ class Pipeline:
         count = num_microbatches or self._schedule.num_microbatches
         x, _ = self._parts(inputs, None, count, needs_targets=False)
         outputs = self._call(lambda rank: rank.forward(x[rank.mesh.replica], count))
-        given = [output for output in outputs if output is not None]
+        given = [output for replica in outputs for output in replica]
         return join(given) if given else None
 
     def save(

@@ -6,12 +6,15 @@ that dropout does not depend on split, depth, schedule or rank, and no generator
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 Result = TypeVar("Result")
@@ -52,50 +55,38 @@ def build_layer(seed: int, layer: int, build: Callable[[], Result]) -> Result:
         return build()
 
 
-class SharedGenerator:
-    """The default generator, where stages are threads and share it.
-
-    Attributes:
-        lock: for who uses it.
-        is_drawn_from: whether some layer of some stage has drawn.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.is_drawn_from = False
-
-
 class LayerRunner:
     """Runs layers with their generator set.
 
     Stages that are threads share the default generator: there, a lock covers the layers that
-    draw. Which ones draw is seen at a layer's first forward, made under the lock, and looked for
-    again whenever one of its settings has changed.
+    draw, and the backwards that set the generator to run something again. Which ones do so is seen
+    at a layer's first forward, made under the lock, and looked for again whenever one of its
+    settings has changed.
 
     Args:
         seed: of the run.
-        shared: the generator that other stages in this process use, too, if there are any.
+        lock: of the default generator, where other stages in this process use it, too.
     """
 
-    def __init__(self, seed: int, shared: SharedGenerator | None) -> None:
+    def __init__(self, seed: int, lock: threading.Lock | None) -> None:
         self._seed = seed
-        self._shared = shared
+        self._lock = lock
         self._quiet: dict[int, Settings] = {}  # layers that drew nothing, with what settings
+        self._known: dict[int, Settings | None] = {}  # layers that were watched, likewise
+        self._checkpointed: set[int] = set()  # layers that torch.utils.checkpoint runs again
 
     def undisturbed(self) -> AbstractContextManager[object]:
         """While open, layers may set the default generator; the caller's stream goes on after.
         Stages that are threads see to it layer by layer, under the lock."""
-        if self._shared is not None:
+        if self._lock is not None:
             return nullcontext()
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         return torch.random.fork_rng(devices)
 
     def backward(self) -> AbstractContextManager[object]:
-        """To be open during a backward: what it runs again by torch.utils.checkpoint sets the
-        default generator and restores it, between which no other stage's thread may draw."""
-        if self._shared is not None and self._shared.is_drawn_from:
-            return self._shared.lock
-        return nullcontext()
+        """To be open during a backward. What torch.utils.checkpoint runs again in it sets the
+        default generator and puts it back, and between these no other stage's thread may draw."""
+        return self._lock if self._lock is not None and self._checkpointed else nullcontext()
 
     def run(
         self,
@@ -106,22 +97,46 @@ class LayerRunner:
         value: object,
     ) -> Result:
         """``layer(value)`` as layer ``index`` of the model; the loss comes after the last one."""
-        if self._shared is None:
+        if self._lock is None:
             seed_layer(self._seed, batch, microbatch, index)
             return layer(value)
         settings = _settings(layer) if isinstance(layer, nn.Module) else None
         if settings is not None and self._quiet.get(index) == settings:
             return layer(value)
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with self._shared.lock, torch.random.fork_rng(devices):
+        with self._lock, torch.random.fork_rng(devices):
             seed_layer(self._seed, batch, microbatch, index)
             before = torch.random.get_rng_state()
-            output = layer(value)
+            if index in self._known and self._known[index] == settings:
+                output = layer(value)
+            else:
+                with _checkpoints() as are_made:
+                    output = layer(value)
+                if are_made:
+                    self._checkpointed.add(index)
+                self._known[index] = settings
             is_quiet = torch.equal(before, torch.random.get_rng_state())
-            self._shared.is_drawn_from |= not is_quiet
         if is_quiet and settings is not None:
             self._quiet[index] = settings
         return output
+
+
+@contextmanager
+def _checkpoints() -> Iterator[list[bool]]:
+    """While open, a call of torch.utils.checkpoint in this thread leaves an item in the list. It
+    is found by its file, as it has no other sign."""
+    are_made: list[bool] = []
+    before = sys.getprofile()
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        if not are_made and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            are_made.append(True)
+
+    sys.setprofile(look)
+    try:
+        yield are_made
+    finally:
+        sys.setprofile(before)
 
 
 def _settings(layer: nn.Module) -> Settings:

@@ -21,7 +21,6 @@ from twobw.runtime.batch import (
     Batch,
     BatchHeader,
     count_samples,
-    join,
     split_sizes,
 )
 from twobw.runtime.checkpoint.manifest import Progress
@@ -243,6 +242,7 @@ class Rank:
     def drain(self) -> None:
         """See `Pipeline.drain`."""
         self._run(self._program.drain())
+        self._constants.check(self._buffers())
         while self._results:
             self._results.popleft().settle()
 
@@ -250,10 +250,9 @@ class Rank:
         """See `Pipeline.evaluate`."""
         return self._run_forwards(inputs, targets, num_microbatches, mode="evaluate").loss()
 
-    def forward(self, inputs: Value | None, num_microbatches: int) -> Value | None:
-        """See `Pipeline.forward`."""
-        outputs = self._run_forwards(inputs, None, num_microbatches, mode="forward").outputs
-        return join(outputs) if self._is_last_stage else None
+    def forward(self, inputs: Value | None, num_microbatches: int) -> list[Value]:
+        """The outputs by microbatch, on the last stage; see `Pipeline.forward`."""
+        return self._run_forwards(inputs, None, num_microbatches, mode="forward").outputs
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """See `Pipeline.full_state_dict`."""

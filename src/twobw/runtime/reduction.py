@@ -20,7 +20,7 @@ from twobw.runtime.collectives import Collective
 Result = TypeVar("Result")
 Gradients = list[Tensor | None]
 
-_ABSENT, _DENSE, _SPARSE = range(3)
+_ABSENT, _SPARSE, _DENSE = range(3)  # where replicas differ, the last of these counts for all
 
 BUCKET_BYTES = 25 * 2**20
 """Size of the flat buckets that gradients are summed in, as DistributedDataParallel's."""
@@ -150,7 +150,7 @@ class Reduction:
             summed[i] = self._sum_sparse(i, gradients[i])
         for bucket in buckets(places[_DENSE], self.parameters):
             pieces = [
-                self._zeros(i).flatten() if (g := gradients[i]) is None else g.flatten()
+                self._zeros(i).flatten() if (g := gradients[i]) is None else _dense(g).flatten()
                 for i in bucket
             ]
             flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -259,6 +259,10 @@ def buckets(indices: Sequence[int], parameters: Sequence[Tensor]) -> Iterator[li
         size += num_bytes
     if bucket:
         yield bucket
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _kind_of(gradient: Tensor | None) -> int:

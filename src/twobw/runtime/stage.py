@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from twobw.runtime.finiteness import FiniteWatch
 from twobw.runtime.messages import Message, Value, as_value, check_value
 from twobw.runtime.randomness import LayerRunner
-from twobw.runtime.recompute import Buffers, recompute_attention
+from twobw.runtime.recompute import BufferKeeper, Buffers, recompute_attention
 
 Recompute = Literal["none", "layer", "stage", "attention"]
 
@@ -89,6 +89,8 @@ class Stage:
         self._watch = watch
         if recompute == "attention":
             recompute_attention(self.layers)
+        together = [self.layers] if recompute == "stage" else [[layer] for layer in self.layers]
+        self._keepers = [BufferKeeper(layers) for layers in together]
         self._stash: dict[int, list[_Graph | _Inputs]] = {}
         self._token = torch.zeros((), requires_grad=True)
 
@@ -216,11 +218,15 @@ class Stage:
         """One segment whose graph is kept."""
         received = _Received()
         if isinstance(value, Message):
-            value = self._enter(value, received)
-        value = function(value)
+            entered = self._enter(value, received)
+            before = _versions(entered)
+            given = function(entered)
+            self._check_shared(value, before, _versions(entered))
+        else:
+            given = function(value)
         if torch.is_grad_enabled():
-            stash.append(_Graph(_edges(value), received))
-        return value
+            stash.append(_Graph(_edges(given), received))
+        return given
 
     def _run_and_forget(
         self, value: Value | Message, batch: int, place: int, stash: list[_Graph | _Inputs]
@@ -228,23 +234,42 @@ class Stage:
         """Segments of which only the inputs are kept. Layers run one by one with gradients
         recorded, to see which outputs require one, and each graph goes with its outputs."""
         message = value if isinstance(value, Message) else Message.of(value)
-        first, before = message, Buffers([])
-        for offset in range(len(self.layers)):
-            buffers = Buffers([self.layers[offset]])
+        everything = range(len(self.layers))
+        if self._recompute == "stage":
+            stash.append(_Inputs(everything, message, self._keepers[0].keep(), batch, place))
+        for offset in everything:
             if self._recompute == "layer":
                 layers = range(offset, offset + 1)
+                buffers = self._keepers[offset].keep()
                 stash.append(_Inputs(layers, message, buffers, batch, place))
-            before = before + buffers
             message = self._run_one(offset, message, batch, place)
-        if self._recompute == "stage":
-            stash.append(_Inputs(range(len(self.layers)), first, before, batch, place))
         return message
 
     def _run_one(self, offset: int, message: Message, batch: int, place: int) -> Message:
         """One layer. It may work in place on what it is given, at times or always: it gets a copy,
         so that what is kept stays as it was."""
         entered = self._enter(message.copy(), _Received())
-        return Message.of(self._run_layers(range(offset, offset + 1), entered, batch, place))
+        before = _versions(entered)
+        value = self._run_layers(range(offset, offset + 1), entered, batch, place)
+        self._check_shared(message, before, _versions(entered), offset)
+        return Message.of(value)
+
+    def _check_shared(
+        self, message: Message, before: list[int], after: list[int], offset: int = 0
+    ) -> None:
+        """Refuse what autograd does not see across a border: that a tensor changes with another.
+
+        Raises:
+            RuntimeError: tensors that share memory were changed in place.
+        """
+        layouts = [layout for layout in message.layout.tensors if layout is not None]
+        for layout, old, new in zip(layouts, before, after, strict=True):
+            if layout.shares_memory and new != old:
+                raise RuntimeError(
+                    f"layer {self.first_layer + offset} or one after it works in place on a tensor "
+                    "that shares memory with another that the layer before it gave; change a "
+                    "clone() instead"
+                )
 
     def _run_again(self, segment: _Inputs) -> _Graph:
         """A segment's graph, from its inputs."""
@@ -287,6 +312,12 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.received.gradients = gradients
         return (None,) * (2 + len(gradients))
+
+
+def _versions(value: Value) -> list[int]:
+    """How often each tensor has been changed in place."""
+    tensors = value if isinstance(value, tuple) else (value,)
+    return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _edges(value: Value) -> list[GradientEdge]:
