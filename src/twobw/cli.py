@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,16 +40,18 @@ _SETTINGS = "Settings: " + ", ".join(SETTINGS)
 
 @app.command(help_epilogue=_SETTINGS)
 def train(
-    config: Path,
+    config: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     /,
     *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
     parallel: str | None = None,
     cluster: Path | None = None,
+    resume: Path | None = None,
 ) -> int:
-    """Train a model as a TOML file says.
+    """Train a model as a TOML file says, or go on with a run.
 
     Starts the ranks on this machine, or is one of them under torchrun. Any setting of the file can
-    be given here too: --section.key value. Ctrl-C finishes the batch, saves the weights and exits.
+    be given here too: --section.key value. Ctrl-C finishes the batch, saves weights and a
+    checkpoint, and exits.
 
     Parameters
     ----------
@@ -60,10 +63,23 @@ def train(
         the best plan is chosen and shown.
     cluster
         For `auto`: a TOML file that describes the devices, instead of this machine's.
+    resume
+        Instead of a TOML file, the folder of a run: go on from its newest whole checkpoint, with
+        its config. Stages, replicas, split, schedule and global batch may be set anew.
     """
+    if config is not None and str(config).startswith("--"):
+        config, settings = None, (str(config), *settings)
+    if (config is None) == (resume is None):
+        raise ValueError("train takes a TOML file, or --resume and the folder of a run")
+    overrides = parse_settings(settings)
+    if resume is not None:
+        from twobw.training.resuming import check_resumed, config_to_resume
+
+        config, kept = config_to_resume(resume)
+        overrides = {**kept, **overrides}
+    assert config is not None
     from twobw.training.planning import AUTO, Planned, choose_plan, config_of_plan
 
-    overrides = parse_settings(settings)
     if cluster is not None and parallel != AUTO:
         raise ValueError(f"--cluster {cluster} needs --parallel {AUTO}")
     if parallel is None or parallel == AUTO:
@@ -76,16 +92,18 @@ def train(
     from twobw.training.worker import has_outer_launcher, run_rank
 
     check_initial_weights(planned.config)
-    check_samples(planned.config)
+    data = check_samples(planned.config)
     if parallel == AUTO:
         from twobw.profiler.measure import measure_profile
 
         planned = choose_plan(config, overrides, planned.config, cluster, measure_profile)
+    if resume is not None:
+        check_resumed(resume, planned.config, data)
     if has_outer_launcher():
-        return run_rank(planned.config, planned.files)
+        return run_rank(planned.config, planned.files, resume)
     from twobw.training.launch import launch
 
-    return launch(planned.config, planned.files)
+    return launch(planned.config, planned.files, resume)
 
 
 @app.command(help_epilogue=_SETTINGS)
@@ -362,6 +380,55 @@ def sample(
 
     text = sample_run(run, prompt.encode(), tokens, temperature=temperature, top_k=top_k, seed=seed)
     sys.stdout.write(prompt + readable(text) + "\n")
+
+
+@app.command
+def export(
+    run: Path,
+    /,
+    *,
+    format: Literal["safetensors", "dcp"] = "safetensors",
+    out: Path | None = None,
+) -> None:
+    """Write the newest weights of a run, and the model's settings, for other tools.
+
+    Parameters
+    ----------
+    run
+        The run's folder. Of a run that has not ended, its newest whole checkpoint is taken.
+    format
+        dcp is that of torch.distributed.checkpoint.
+    out
+        The folder to write; by default `export` in the run's.
+    """
+    from twobw.training.exporting import export_run
+
+    sys.stdout.write(f"{export_run(run, format, out)}\n")
+
+
+@app.command(name="import", help_epilogue=_SETTINGS)
+def import_(
+    weights: Path,
+    config: Path,
+    /,
+    *settings: Annotated[str, Parameter(allow_leading_hyphen=True, show=False)],
+) -> None:
+    """Make a run that starts from the weights in a file, and say how it is trained.
+
+    Any setting of the TOML file can be given here too: --section.key value.
+
+    Parameters
+    ----------
+    weights
+        A safetensors file: of `twobw export`, or the weights of a run.
+    config
+        The TOML file.
+    """
+    from twobw.training.exporting import import_weights
+    from twobw.training.invocation import invocation
+
+    folder = import_weights(weights, config, parse_settings(settings))
+    sys.stdout.write(f"{invocation()} train --resume {shlex.quote(str(folder))}\n")
 
 
 def parse_settings(tokens: Sequence[str]) -> dict[str, str]:

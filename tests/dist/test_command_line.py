@@ -132,10 +132,12 @@ def test_ctrl_c_saves_what_was_trained(tmp_path: Path) -> None:
         ended = command.wait()
     run = tmp_path / "runs/tiny"
     assert ended.code == 0
-    assert ended.err.splitlines() == [
+    *said, how_to_go_on = ended.err.splitlines()
+    assert said == [
         "stopping: a batch that has begun is finished and saved; Ctrl-C again ends at once",
         "stopped as asked; the weights are in runs/tiny/weights.safetensors",
     ]
+    assert re.fullmatch("go on with: .* train --resume runs/tiny", how_to_go_on)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["is_stopped_early"]
     assert summary["num_batches"] >= 3

@@ -16,6 +16,7 @@ from twobw.models.whole import whole_model
 from twobw.runtime.results import StageMetrics
 from twobw.training.metrics import MetricsWriter, StageSummary, Summary
 from twobw.training.report import Outcome, RunReport, describe
+from twobw.training.resuming import Start
 from twobw.training.run_folder import failure_of
 
 SUMMARY = Summary(
@@ -115,7 +116,7 @@ def reported(
     weights = whole_model(config.model.size()).state_dict()
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
         report = RunReport(config, folder, "twobw", metrics, lines)
-        report.begin(SimpleNamespace(description="some text"), [4])  # type: ignore[arg-type]
+        report.begin(SimpleNamespace(description="some text"), [4], Start())  # type: ignore[arg-type]
         for batch, loss in enumerate(losses):
             stages = [StageMetrics(0.5, 2, 2**20)]
             result = SimpleNamespace(
@@ -128,7 +129,7 @@ def reported(
             report.add(result, seconds=0.5)  # type: ignore[arg-type]
         for tensor in weights.values():
             tensor.fill_(weight)
-        report.finish(Outcome(1.0, weights, Timeline((), "measured")))
+        report.finish(Outcome(1.0, weights, Timeline((), "measured"), None))
     return lines
 
 

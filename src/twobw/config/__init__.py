@@ -8,6 +8,7 @@ from twobw.config.loading import (
     write_resolved_config,
 )
 from twobw.config.settings import (
+    CheckpointSettings,
     Config,
     DataSettings,
     ModelSettings,
@@ -19,6 +20,7 @@ from twobw.config.settings import (
 
 __all__ = [
     "SETTINGS",
+    "CheckpointSettings",
     "Config",
     "ConfigError",
     "DataSettings",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from twobw.config.settings import (
+    CheckpointSettings,
     DataSettings,
     ModelSettings,
     OptimizerSettings,
@@ -23,6 +24,7 @@ def disagreements(
     parallel: ParallelSettings | None = None,
     optimizer: OptimizerSettings | None = None,
     training: TrainingSettings | None = None,
+    checkpoint: CheckpointSettings | None = None,
     **_: Section,
 ) -> Iterator[str]:
     """One line a problem; a section in error is left out."""
@@ -42,6 +44,8 @@ def disagreements(
         yield from _recompute_problems(parallel, training)
     if training:
         yield from _evaluation_problems(training)
+    if checkpoint and training and checkpoint.keep_best and not training.evaluate_every:
+        yield "checkpoint.keep_best = true: needs training.evaluate_every of at least 1"
     if optimizer and training:
         yield from _rate_problems(optimizer, training.num_batches)
 

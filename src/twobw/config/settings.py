@@ -246,6 +246,20 @@ class TrainingSettings(Section):
         return self.evaluation_batch_size or self.global_batch_size
 
 
+class CheckpointSettings(Section):
+    """``[checkpoint]``: written behind training ``every`` so many batches and at the end (0: only
+    when a run is stopped early), into the folder of the run.
+
+    Of them stay the ``keep_last`` newest (0: all), those after a multiple of ``keep_every``
+    batches (0: none for that), and with ``keep_best`` the one with the lowest validation loss.
+    """
+
+    every: Count = 0
+    keep_last: Count = 2
+    keep_every: Count = 0
+    keep_best: bool = False
+
+
 class RunSettings(Section):
     """``[run]``: results go to ``folder/name``; the name is the config file's unless given.
     ``tensorboard`` writes metrics for TensorBoard, too."""
@@ -263,6 +277,7 @@ class Config(Section):
     parallel: ParallelSettings
     optimizer: OptimizerSettings
     training: TrainingSettings
+    checkpoint: CheckpointSettings
     run: RunSettings
 
     @property

@@ -18,6 +18,9 @@ from twobw.training.samples import validation_batch
 class Evaluation:
     """Evaluates a pipeline as the config says.
 
+    Attributes:
+        best_loss: the lowest that `is_best` was given.
+
     Args:
         config: of the run.
         data: its samples.
@@ -37,7 +40,7 @@ class Evaluation:
         self._num_batches = config.training.evaluation_batches
         self._size, self._num_microbatches = validation_batch(config, data)
         self._has_classes = config.model.num_classes > 0
-        self._best_loss = math.inf
+        self.best_loss = math.inf
 
     def loss(self) -> float | None:
         """The mean over the validation batches, the same on every rank; all ranks call it.
@@ -64,9 +67,9 @@ class Evaluation:
 
     def is_best(self, loss: float | None) -> bool:
         """Take in a loss; whether it is lower than all before."""
-        if loss is None or not loss < self._best_loss:
+        if loss is None or not loss < self.best_loss:
             return False
-        self._best_loss = loss
+        self.best_loss = loss
         return True
 
     def _batches(self) -> Iterator[tuple[Tensor | None, Tensor | None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from twobw.training.failures import (
     stage_of,
 )
 from twobw.training.invocation import invocation
+from twobw.training.resuming import OpenRun, open_run
 from twobw.training.run_folder import (
     NO_FILES,
     SUMMARY,
@@ -35,7 +37,6 @@ from twobw.training.run_folder import (
     failure_of,
     failure_path,
     log_path,
-    open_run_folder,
 )
 
 _SHOW_CURSOR = "\x1b[?25h"
@@ -63,7 +64,7 @@ class RankLogs(LogsSpecs):
         return str(self._folder)
 
 
-def launch(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
+def launch(config: Config, files: Mapping[str, str] = NO_FILES, resumed: Path | None = None) -> int:
     """Train with ``pp * dp`` ranks on this machine; return the exit code of the command.
 
     The first Ctrl-C (or SIGTERM) lets the ranks finish the batch, drain and save; before training
@@ -73,8 +74,10 @@ def launch(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
     Args:
         config: of the run.
         files: to be left in its folder, text by name.
+        resumed: the folder of the run that goes on; ``None``: a new one.
     """
-    folder = open_run_folder(config, files)
+    run = open_run(config, files, resumed)
+    folder = run.folder
     # Ranks of one machine meet on the loopback, whatever its name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     os.environ["OMP_NUM_THREADS"] = str(config.training.num_threads)
@@ -85,7 +88,7 @@ def launch(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
     logging.disable(logging.CRITICAL)
     try:
         with _signals_forwarded():
-            _run_agent(config, folder)
+            _run_agent(config, run)
     except ChildFailedError as error:
         cause = _cause(config, folder, _exits(error, config))
         assert cause is not None, "a rank that failed left a record or was seen to end"
@@ -95,13 +98,13 @@ def launch(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
     return _verdict(folder)
 
 
-def _run_agent(config: Config, folder: Path) -> None:
+def _run_agent(config: Config, run: OpenRun) -> None:
     loopback.register()
     launch_config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=config.num_ranks,
-        logs_specs=RankLogs(folder),
+        logs_specs=RankLogs(run.folder),
         run_id=str(uuid4()),
         role="rank",
         rdzv_backend=loopback.BACKEND,
@@ -111,8 +114,8 @@ def _run_agent(config: Config, folder: Path) -> None:
         signals_to_handle="SIGQUIT",
     )
     # -P: the current folder must not stand before the standard library, as it does under -m.
-    worker = ["-P", "-m", "twobw.training.worker", str(folder), str(os.getpid()), invocation()]
-    elastic_launch(launch_config, sys.executable)(*worker)
+    worker = ["-P", "-m", "twobw.training.worker", str(run.folder), str(os.getpid()), invocation()]
+    elastic_launch(launch_config, sys.executable)(*worker, str(int(run.goes_on)))
 
 
 @contextmanager
@@ -169,6 +172,7 @@ def _after_signal(config: Config, folder: Path) -> int:
     if (folder / SUMMARY).is_file():
         if not (code := _verdict(folder)):
             _say(f"stopped as asked; the weights are in {folder / WEIGHTS}")
+            _say(f"go on with: {invocation()} train --resume {shlex.quote(str(folder))}")
         return code
     cause = _cause(config, folder, [])
     if cause is not None and not cause.lost_peer:

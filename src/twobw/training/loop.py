@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from signal import Signals
 
 from torch import Tensor, distributed
 
-from twobw import Pipeline
+from twobw import Keep, Pipeline
 from twobw.config import Config
 from twobw.models.whole import model_layers, model_loss
 from twobw.runtime.randomness import build_layer
@@ -22,9 +23,12 @@ from twobw.training.data import Samples
 from twobw.training.device import own_device
 from twobw.training.evaluation import Evaluation
 from twobw.training.initial_weights import start_from
+from twobw.training.metrics import finite
 from twobw.training.optimizer import make_lr_scheduler, make_optimizer
 from twobw.training.placement import Placement
 from twobw.training.report import Outcome, RunReport, open_report
+from twobw.training.resuming import OpenRun, Start
+from twobw.training.run_folder import CHECKPOINTS
 from twobw.training.samples import make_samples
 from twobw.training.stopping import stop_on
 
@@ -32,8 +36,8 @@ from twobw.training.stopping import stop_on
 _LOG_LAG = 2
 
 
-def train(config: Config, folder: Path, stop_signals: Sequence[Signals], command: str) -> None:
-    """Train as the config says and leave the results in ``folder``; every rank calls this.
+def train(config: Config, run: OpenRun, stop_signals: Sequence[Signals], command: str) -> None:
+    """Train as the config says and leave the results in the run's folder; every rank calls this.
 
     The process group must be there. Rank 0 shows how the run goes on standard output, and writes
     the results. The first of ``stop_signals`` makes the next batch the last one; the word of
@@ -42,13 +46,27 @@ def train(config: Config, folder: Path, stop_signals: Sequence[Signals], command
     data = make_samples(config)
     is_reporter = distributed.get_rank() == 0
     with (
-        open_report(config, folder, command) if is_reporter else nullcontext() as report,
+        open_report(config, run.folder, command) if is_reporter else nullcontext() as report,
         make_pipeline(config) as pipeline,
     ):
+        start = _start(pipeline, run)
         stop_on(stop_signals, pipeline.request_stop)
         if report:
-            report.begin(data, pipeline.split)
-        _Loop(config, data, pipeline, report).run()
+            report.begin(data, pipeline.split, start)
+        _Loop(config, data, pipeline, report, run.folder / CHECKPOINTS, start).run()
+
+
+def _start(pipeline: Pipeline, run: OpenRun) -> Start:
+    """Where the run begins: anew, or after its newest whole checkpoint, which is loaded."""
+    if not run.goes_on:
+        return Start()
+    manifest = pipeline.load(run.folder / CHECKPOINTS)
+    best_loss = manifest.notes["best_loss"]
+    return Start(
+        manifest.progress.batch,
+        manifest.notes["samples"],
+        math.inf if best_loss is None else best_loss,
+    )
 
 
 def make_pipeline(config: Config) -> Pipeline:
@@ -115,7 +133,13 @@ class _Loop:
     """All that every rank does in the same order; ``report`` is rank 0's."""
 
     def __init__(
-        self, config: Config, data: Samples, pipeline: Pipeline, report: RunReport | None
+        self,
+        config: Config,
+        data: Samples,
+        pipeline: Pipeline,
+        report: RunReport | None,
+        checkpoints: Path,
+        start: Start,
     ) -> None:
         self._config = config
         self._data = data
@@ -129,16 +153,21 @@ class _Loop:
             own_device(),
         )
         self._evaluation = Evaluation(config, data, pipeline, self._placement)
+        self._evaluation.best_loss = start.best_loss
+        self._checkpoints = checkpoints
+        self._start = start
+        self._score: float | None = None
         self._checks_replicas = config.parallel.dp > 1 and config.parallel.check_replicas_every > 0
         self._watch = _Stopwatch()
         self._update_lag = pipeline.update_lag
-        self._num_batches = 0
+        self._num_batches = start.batch
         self._pending: deque[_Step] = deque()
 
     def run(self) -> None:
         """Evaluate, train batch after batch up to the last one or the one that a stop request
         made the last, evaluate, and leave the results."""
-        self._evaluate()
+        if self._num_batches == 0:
+            self._evaluate()
         self._watch.skip()
         while self._num_batches < self._config.training.num_batches:
             result = self._train_batch()
@@ -150,12 +179,16 @@ class _Loop:
         if self._checks_replicas:
             self._pipeline.check_replicas()
         self._evaluate()
+        training = self._config.training
+        if self._config.checkpoint.every or self._num_batches < training.num_batches:
+            self._save()
         weights, timeline = self._pipeline.full_state_dict(), self._pipeline.timeline()
         non_finite = self._pipeline.first_non_finite()
         if self._report and weights is not None and timeline is not None:
             self._report.finish(Outcome(self._watch.total, weights, timeline, non_finite))
 
     def _train_batch(self) -> StepResult:
+        self._score = None
         result = self._pipeline.train_step(*self._batch(self._num_batches))
         if self._report and self._update_lag != (lag := self._pipeline.update_lag):
             self._update_lag = lag
@@ -172,16 +205,19 @@ class _Loop:
             return None, None
         size = self._config.training.global_batch_size
         first, count = self._placement.part(size)
-        return self._placement.needed(self._data.batch(number * size + first, count))
+        position = self._start.position(number, size)
+        return self._placement.needed(self._data.batch(position + first, count))
 
     def _pause_if_due(self) -> None:
-        """Between two batches: compare the replicas, or evaluate. Neither is time of training,
-        but the drain before it is."""
+        """Between two batches: compare the replicas, evaluate, or save a checkpoint. The first two
+        are no time of training, but the drain before is."""
         parallel, training = self._config.parallel, self._config.training
         is_check = self._checks_replicas and self._num_batches % parallel.check_replicas_every == 0
         every = training.evaluate_every
         is_evaluation = every > 0 and self._num_batches % every == 0
-        if not (is_check or is_evaluation):
+        every = self._config.checkpoint.every
+        is_checkpoint = every > 0 and self._num_batches % every == 0
+        if not (is_check or is_evaluation or is_checkpoint):
             return
         self._drain()
         if is_check:
@@ -189,6 +225,25 @@ class _Loop:
         if is_evaluation:
             self._evaluate()
         self._watch.skip()
+        if is_checkpoint:
+            self._save()
+
+    def _save(self) -> None:
+        """Save a checkpoint; all batches have ended and are reported. With an evaluation of these
+        very weights, it has a score."""
+        keep, size = self._config.checkpoint, self._config.training.global_batch_size
+        notes = {
+            "samples": self._start.position(self._num_batches, size),
+            "best_loss": finite(self._evaluation.best_loss),
+            "data": self._data.description,
+            "config": self._config.model_dump(),
+        }
+        self._pipeline.save(
+            self._checkpoints,
+            notes,
+            score=finite(self._score),
+            keep=Keep(keep.keep_last, keep.keep_every, keep.keep_best),
+        )
 
     def _drain(self) -> None:
         self._pipeline.drain()
@@ -207,6 +262,7 @@ class _Loop:
     def _evaluate(self) -> None:
         """Evaluate; where that is done on the way, keep the weights that are the best so far."""
         loss, accuracy = self._evaluation.loss(), self._evaluation.accuracy()
+        self._score = loss
         if self._report and loss is not None:
             self._report.validated(self._num_batches, loss, accuracy)
         if not (self._config.training.evaluate_every and self._num_batches):

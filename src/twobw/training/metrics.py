@@ -7,6 +7,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+from twobw.training.run_folder import write_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,21 @@ class MetricsWriter:
     """Appends lines to ``metrics.jsonl``; each is there, whole, when ``write`` returns."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._stream = path.open("a", encoding="utf-8")
+
+    def go_on_from(self, num_batches: int) -> list[BatchRow | ValidationRow]:
+        """Drop the lines of what comes after so many batches, since it is trained once more.
+
+        Returns:
+            The others.
+        """
+        self._stream.close()
+        lines = self._path.read_text("utf-8").splitlines(keepends=True)
+        kept = [(line, row) for line in lines if (row := _row_before(line, num_batches))]
+        write_text(self._path, "".join(line for line, _ in kept))
+        self._stream = self._path.open("a", encoding="utf-8")
+        return [row for _, row in kept]
 
     def write(self, row: BatchRow | ValidationRow) -> None:
         """Append one line."""
@@ -124,6 +141,28 @@ class MetricsWriter:
         trace: TracebackType | None,
     ) -> None:
         self._stream.close()
+
+
+def _row_before(line: str, num_batches: int) -> BatchRow | ValidationRow | None:
+    """What a line holds, if it is of the first ``num_batches``; ``None``, too, for one that was cut
+    short. Losses that are null are NaN again."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    if "validation_loss" in fields:
+        is_before = num_batches > 0 and fields["num_batches"] <= num_batches
+        fields = _with_nan(fields, "validation_loss", "validation_perplexity")
+        return ValidationRow(**fields) if is_before else None
+    if fields["batch"] >= num_batches:
+        return None
+    fields = _with_nan(fields, "loss")
+    return BatchRow(**{**fields, "stages": tuple(StageRow(**row) for row in fields["stages"])})
+
+
+def _with_nan(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The inverse of `finite`, as far as can be."""
+    return fields | {name: math.nan for name in names if fields[name] is None}
 
 
 class RecentBatches:

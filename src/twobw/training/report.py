@@ -38,6 +38,7 @@ from twobw.training.metrics import (
 )
 from twobw.training.optimizer import lr_at
 from twobw.training.progress import Progress, duration, make_progress
+from twobw.training.resuming import Start
 from twobw.training.run_folder import (
     BEST_WEIGHTS,
     METRICS,
@@ -119,6 +120,10 @@ class RunReport:
         self._peak_flops = peak_flops(own_device()) if is_16_bit else None
         self._num_batches = 0
         self._num_skipped = 0
+        self._start = Start()
+        self._samples = 0
+        self._seconds = 0.0  # of training, before the start
+        self._length = config.model.sequence_length
         self._divergence = Divergence(config)
         self._loss = math.nan
         self._validations: list[ValidationRow] = []
@@ -136,10 +141,13 @@ class RunReport:
             f"{update_lag} {what}, as measured"
         )
 
-    def begin(self, data: Samples, split: list[int]) -> None:
-        """Say what will be trained on what."""
+    def begin(self, data: Samples, split: list[int], start: Start) -> None:
+        """Say what will be trained on what, and take up what was reported before ``start``."""
         config, parallel = self._config, self._config.parallel
         self._split = split
+        self._start = start
+        for row in self._metrics.go_on_from(start.batch):
+            self._take_up(row)
         replicas = f" x {parallel.dp} replicas" if parallel.dp > 1 else ""
         self._progress.note(
             f"{config.model.name}: {num_parameters(config.model.size()):,} parameters in "
@@ -147,11 +155,28 @@ class RunReport:
             f"{parallel.num_microbatches} microbatches, {config.training.precision}"
         )
         self._progress.note(data.description)
+        if start.batch:
+            if self._board:
+                self._board.go_on_from(start.batch)
+            self._progress.note(f"goes on after step {start.batch} ({start.samples:,} samples)")
         self._progress.note(
             f"tps, tflops and mfu are of each of the {config.num_ranks} ranks; "
             f"{self._flops_per_token:,} floating-point operations a token; "
             f"loss in {loss_unit(config)}"
         )
+
+    def _take_up(self, row: BatchRow | ValidationRow) -> None:
+        """A row of before: of other stages, the figures of each are not those of now."""
+        if isinstance(row, ValidationRow):
+            self._validations.append(row)
+            return
+        is_skipped = row.num_skipped > self._num_skipped
+        self._seconds += (row.samples - self._samples) * self._length / row.tokens_per_second
+        self._num_batches, self._samples = row.batch + 1, row.samples
+        self._num_skipped, self._loss = row.num_skipped, row.loss
+        self._divergence.add(row.batch, row.loss, is_skipped)
+        if len(row.stages) == self._config.parallel.pp:
+            self._averages.add(row.stages)
 
     def add(self, result: StepResult, seconds: float) -> None:
         """Take in one batch, which took ``seconds``; waits until its figures have arrived."""
@@ -160,7 +185,9 @@ class RunReport:
             StageRow(stage.busy_fraction, stage.num_versions, stage.peak_bytes)
             for stage in result.stage_metrics() or ()
         )
-        tokens_per_second = self._tokens(1) / seconds
+        size = config.training.global_batch_size
+        self._samples = self._start.position(result.batch + 1, size)
+        tokens_per_second = size * self._length / seconds
         flops = self._flops_per_token * tokens_per_second / config.num_ranks
         is_skipped = bool(result.is_skipped)
         self._num_skipped += is_skipped
@@ -172,7 +199,7 @@ class RunReport:
             tokens_per_second=tokens_per_second,
             tflops=flops / 1e12,
             mfu=None if self._peak_flops is None else flops / self._peak_flops,
-            samples=(result.batch + 1) * config.training.global_batch_size,
+            samples=self._samples,
             num_skipped=self._num_skipped,
             stages=stages,
         )
@@ -198,8 +225,7 @@ class RunReport:
 
     def validated(self, num_batches: int, loss: float, accuracy: float | None) -> None:
         """Take in the validation loss after ``num_batches``, and the accuracy of classes."""
-        samples = num_batches * self._config.training.global_batch_size
-        row = ValidationRow(num_batches, samples, loss, perplexity(loss), accuracy)
+        row = ValidationRow(num_batches, self._samples, loss, perplexity(loss), accuracy)
         self._validations.append(row)
         self._metrics.write(row)
         if self._board:
@@ -227,13 +253,10 @@ class RunReport:
         self._progress.close()
         self._progress.note(describe(summary, self._folder, self._command))
 
-    def _tokens(self, num_batches: int) -> int:
-        training, model = self._config.training, self._config.model
-        return num_batches * training.global_batch_size * model.sequence_length
-
     def _summary(self, outcome: Outcome) -> Summary:
         training = self._config.training
-        tokens = self._tokens(self._num_batches)
+        tokens = self._samples * self._length
+        seconds = self._seconds + outcome.seconds
         losses = {row.num_batches: row.validation_loss for row in self._validations}
         accuracies = {row.num_batches: row.validation_accuracy for row in self._validations}
         # A BERT cannot write text, nor can a model that has failed.
@@ -242,7 +265,7 @@ class RunReport:
         return Summary(
             schedule=self._config.parallel.schedule,
             num_batches=self._num_batches,
-            samples=self._num_batches * training.global_batch_size,
+            samples=self._samples,
             tokens=tokens,
             num_skipped=self._num_skipped,
             is_stopped_early=self._num_batches < training.num_batches,
@@ -255,8 +278,8 @@ class RunReport:
             validation_accuracy_end=accuracies.get(self._num_batches),
             train_loss_end=finite(self._loss),
             loss_unit=loss_unit(self._config),
-            tokens_per_second=tokens / outcome.seconds,
-            train_seconds=outcome.seconds,
+            tokens_per_second=tokens / seconds,
+            train_seconds=seconds,
             stages=self._averages.summaries(self._split),
             prompt=PROMPT if writes else "",
             sample=self._sample(outcome.weights) if writes else "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ PROFILE = "profile.json"
 WEIGHTS = "weights.safetensors"
 BEST_WEIGHTS = "best.safetensors"
 TENSORBOARD = "tensorboard"
+CHECKPOINTS = "checkpoints"
 
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 
@@ -43,14 +45,17 @@ def create_run_folder(parent: Path, name: str) -> Path:
             return folder
 
 
-def open_run_folder(config: Config, files: Mapping[str, str]) -> Path:
-    """Make and return the folder of a run, with its config and ``files`` (text by name) in it."""
-    folder = create_run_folder(Path(config.run.folder), config.run.name)
+def folders_of(parent: Path, name: str) -> list[Path]:
+    """The folders that `create_run_folder` has made for this name, the newest first."""
+    pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
+    found = [(match, path) for path in parent.glob("*") if (match := pattern.fullmatch(path.name))]
+    return [path for match, path in sorted(found, key=lambda pair: -int(pair[0][1] or 1))]
+
+
+def write_config(folder: Path, config: Config) -> None:
+    """Leave the config in the folder of a run."""
     with replacing(folder / CONFIG) as path:
         write_resolved_config(config, path)
-    for name, text in files.items():
-        write_text(folder / name, text)
-    return folder
 
 
 def log_path(folder: Path, rank: int) -> Path:
@@ -61,6 +66,12 @@ def log_path(folder: Path, rank: int) -> Path:
 def failure_path(folder: Path, rank: int) -> Path:
     """Where a rank that fails leaves the reason for the launcher."""
     return folder / f"rank{rank}.failure.json"
+
+
+def forget_end(folder: Path) -> None:
+    """Remove what tells how the run in a folder ended, since it goes on."""
+    for path in (folder / SUMMARY, *folder.glob("rank*.failure.json*")):
+        path.unlink(missing_ok=True)
 
 
 def failure_of(folder: Path) -> str | None:

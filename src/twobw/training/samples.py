@@ -9,14 +9,16 @@ from twobw.training.data import DataError, Samples, TextData
 from twobw.training.masking import MaskedText
 
 
-def check_samples(config: Config) -> None:
+def check_samples(config: Config) -> str:
     """Make sure that there is enough to train and to validate on, before any rank starts. Reads
-    all of it, as each rank will.
+    all of it, as each rank will, and returns its description.
 
     Raises:
         DataError: there is not.
     """
-    validation_batch(config, make_samples(config))
+    samples = make_samples(config)
+    validation_batch(config, samples)
+    return samples.description
 
 
 def validation_batch(config: Config, data: Samples) -> tuple[int, int]:

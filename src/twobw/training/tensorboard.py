@@ -22,9 +22,15 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, num_ranks: int, sequence_length: int) -> None:
+        self._folder = folder
         self._writer = SummaryWriter(str(folder))
         self._num_ranks = num_ranks
         self._sequence_length = sequence_length
+
+    def go_on_from(self, num_batches: int) -> None:
+        """Have TensorBoard forget what comes after so many batches, since it is trained again."""
+        self._writer.close()
+        self._writer = SummaryWriter(str(self._folder), purge_step=num_batches + 1)
 
     def write_batch(self, row: BatchRow) -> None:
         """Write one batch's figures; those that are not known are left out."""

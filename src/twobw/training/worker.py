@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,14 +18,15 @@ from typing import TYPE_CHECKING, NoReturn
 from twobw.config import Config, ConfigError, read_resolved_config
 from twobw.training.failures import last_words, record_failure, record_termination, stage_of
 from twobw.training.invocation import invocation
-from twobw.training.run_folder import CONFIG, NO_FILES, failure_of, log_path, open_run_folder
+from twobw.training.resuming import OpenRun, folder_before_restart, launcher_file, open_run
+from twobw.training.run_folder import CONFIG, NO_FILES, failure_of, log_path
 from twobw.training.stopping import die_on, die_with_parent, report_termination
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _AFTER_THE_CAUSE_S = 2.0
-_FOLDER = "twobw/folder"
+_RUN = "twobw/run"
 _OUTER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -34,8 +36,8 @@ def has_outer_launcher() -> bool:
 
 
 def main() -> None:
-    """Be a rank of ``launch``: ``... -m twobw.training.worker FOLDER LAUNCHER_PID COMMAND``, where
-    the last is how the user called it (see `invocation`)."""
+    """Be a rank of ``launch``: ``-m twobw.training.worker FOLDER LAUNCHER_PID COMMAND GOES_ON``.
+    The last two are how the user called it (see `invocation`), and 1 or 0 (see `OpenRun`)."""
     launcher = int(sys.argv[2])
     die_with_parent(launcher)
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -50,7 +52,7 @@ def main() -> None:
     report_termination(launcher, partial(record_termination, folder, rank, stage))
     try:
         _init_process_group(config, rank)
-        _train(config, folder, stop_signals, sys.argv[3])
+        _train(config, OpenRun(folder, sys.argv[4] == "1"), stop_signals, sys.argv[3])
     except Exception as error:
         traceback.print_exc()
         record_failure(folder, rank, stage, error)
@@ -58,12 +60,16 @@ def main() -> None:
         _exit_at_once()
 
 
-def run_rank(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
-    """Be a rank of an outer launcher; return the exit code of the command.
+def run_rank(
+    config: Config, files: Mapping[str, str] = NO_FILES, resumed: Path | None = None
+) -> int:
+    """Be a rank of an outer launcher; return the exit code of the command. Where ``torchrun`` has
+    restarted the ranks, the run goes on.
 
     Args:
         config: of the run.
         files: to be left in its folder, text by name.
+        resumed: the folder of the run that goes on; ``None``: a new one.
 
     Raises:
         ConfigError: the launcher started another number of ranks than the config has, or ranks
@@ -86,8 +92,9 @@ def run_rank(config: Config, files: Mapping[str, str] = NO_FILES) -> int:
     folder: Path | None = None
     try:
         store = _init_process_group(config, rank)
-        folder = _agree_on_folder(config, files, rank, store)
-        _train(config, folder, stop_signals, invocation())
+        run = _agree_on_run(config, files, resumed, rank, store)
+        folder = run.folder
+        _train(config, run, stop_signals, invocation())
     except ConfigError:
         raise
     except Exception as error:
@@ -131,22 +138,28 @@ def _init_process_group(config: Config, rank: int) -> Store:
     return store
 
 
-def _agree_on_folder(config: Config, files: Mapping[str, str], rank: int, store: Store) -> Path:
+def _agree_on_run(
+    config: Config, files: Mapping[str, str], resumed: Path | None, rank: int, store: Store
+) -> OpenRun:
     """Rank 0 makes the folder and tells the others, which may be on machines of their own."""
     if rank == 0:
-        store.set(_FOLDER, str(open_run_folder(config, files)))
-    store.wait([_FOLDER], timedelta(seconds=config.training.timeout_s))
-    folder = Path(store.get(_FOLDER).decode())
+        run = open_run(
+            config, {**files, **launcher_file()}, resumed or folder_before_restart(config)
+        )
+        store.set(_RUN, json.dumps([str(run.folder), run.goes_on]))
+    store.wait([_RUN], timedelta(seconds=config.training.timeout_s))
+    name, goes_on = json.loads(store.get(_RUN))
+    folder = Path(name)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return OpenRun(folder, goes_on)
 
 
-def _train(config: Config, folder: Path, stop_signals: list[signal.Signals], command: str) -> None:
+def _train(config: Config, run: OpenRun, stop_signals: list[signal.Signals], command: str) -> None:
     from torch import distributed
 
     from twobw.training.loop import train
 
-    train(config, folder, stop_signals, command)
+    train(config, run, stop_signals, command)
     distributed.destroy_process_group()
 
 

@@ -180,8 +180,7 @@ def _commit_or_warn(job: Job, timeout: float) -> None:
     except (OSError, CheckpointError) as error:
         shutil.rmtree(job.hidden, ignore_errors=True)
         warnings.warn(
-            f"no checkpoint after batch {job.progress.batch}: {error}; training goes on, and the "
-            f"checkpoints that are in {job.folder} stay",
+            f"no checkpoint after batch {job.progress.batch}: {error}; those in {job.folder} stay",
             stacklevel=1,
         )
         return
