@@ -94,7 +94,7 @@ CASES = [
     Case("gpipe", 4, 4, (4, 6), recompute="layer"),
 ]
 
-LAYER_SECONDS = 0.015
+LAYER_SECONDS = 0.03
 SLOT_SECONDS = 3 * LAYER_SECONDS
 EMULATED = [
     Emulated("2bw", (1,) * 4, 4, LAYER_SECONDS),

@@ -74,5 +74,9 @@ def test_what_is_below_the_base_is_nothing():
     assert Duration(30, 5).beyond(Duration(40, 1)) == Duration(0, 5)
 
 
+def test_durations_follow_each_other():
+    assert Duration(30, 5).plus(Duration(20, 2)) == Duration(50, 7)
+
+
 def test_a_duration_grows_with_its_spread():
     assert Duration(30, 5).times(1.5) == Duration(45, 8)

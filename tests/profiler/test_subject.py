@@ -55,3 +55,8 @@ def test_the_callers_random_stream_goes_on():
     before = torch.random.get_rng_state()
     make_subject(config(model__name="gpt-tiny"), [1])
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_stage_has_equal_layers_as_often_as_its_share():
+    made = make_subject(config(model__num_layers="9", parallel__pp="3"), [1])
+    assert made.counts_a_stage() == [1, 3, 1]

@@ -30,6 +30,10 @@ class Duration:
         """So much longer."""
         return Duration(round(self.ns * factor), round(self.spread_ns * factor))
 
+    def plus(self, other: Duration) -> Duration:
+        """Both, one after the other."""
+        return Duration(self.ns + other.ns, self.spread_ns + other.spread_ns)
+
     def beyond(self, base: Duration) -> Duration:
         """What there is above a base, at least 0."""
         return Duration(max(self.ns - base.ns, 0), self.spread_ns)

@@ -39,7 +39,8 @@ class MicrobatchProfile(_Record):
         forward_ns: a forward, with gradients recorded.
         backward_ns: a backward, the gradients of parameters added to those of earlier
             microbatches; nothing run again.
-        recompute_ns: what a backward takes longer if the layer is run again from its input.
+        recompute_ns: what forward and backward take longer if the layer is run again from its
+            input, of which it keeps a copy.
         forward_spread_ns: of ``forward_ns``.
         backward_spread_ns: of ``backward_ns``.
         recompute_spread_ns: of ``recompute_ns``.

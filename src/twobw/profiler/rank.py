@@ -109,11 +109,18 @@ class RankProfiler:
 
     def _entries(self, samples: Samples, slowdown: float) -> list[LayerProfile]:
         """Of the distinct layers and the loss: what each takes beyond the trivial layer."""
-        trivial = len(self._bench.layers) - 1
+        trivial, sizes = len(self._bench.layers) - 1, self._subject.microbatch_sizes
 
         def duration(kind: Kind, number: int, size: int) -> Duration:
             base = Duration.of(samples[kind, trivial, size])
             return Duration.of(samples[kind, number, size]).beyond(base).times(slowdown)
+
+        def recompute(number: int, size: int) -> Duration:
+            again = duration("forward again", number, size).plus(
+                duration("backward again", number, size)
+            )
+            plain = duration("forward", number, size).plus(duration("backward", number, size))
+            return again.beyond(plain)
 
         def entry(number: int) -> LayerProfile:
             update = duration("update", number, 0)
@@ -125,9 +132,9 @@ class RankProfiler:
                         self._footprints[number, size],
                         duration("forward", number, size),
                         duration("backward", number, size),
-                        duration("recompute", number, size),
+                        recompute(number, size),
                     )
-                    for size in self._subject.microbatch_sizes
+                    for size in sizes
                 ],
                 update,
                 duration("copying update", number, 0).beyond(update),

@@ -45,6 +45,11 @@ class Subject:
     ties: tuple[TieProfile, ...]
     given: Mapping[int, tuple[Layout, ...]]
 
+    def counts_a_stage(self) -> list[int]:
+        """How often a stage has each distinct layer, on average and at least once."""
+        pp = self.config.parallel.pp
+        return [max(round(self.layers.count(n) / pp), 1) for n in range(len(self.firsts))]
+
     def build(self, device: torch.device) -> list[SoloLayer]:
         """The distinct layers and the loss, each alone; of what is tied each has its own."""
         with device:

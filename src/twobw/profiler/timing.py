@@ -1,7 +1,8 @@
 """Times of layers on one rank, under the conditions of a run.
 
-Layers run in the order in which a stage runs them, with a second microbatch in flight, so that each
-finds the caches as the others have left them. All ranks of the machine do this at once.
+Layers run in the order in which a stage runs them, equal ones as often as it has them, and with a
+second microbatch in flight, so that each finds the caches as the others have left them: a layer
+that ran alone would find its weights there. All ranks of the machine do this at once.
 
 On a CPU a sample is processor time, since what other programs take falls on whichever layer they
 interrupt, seldom on a short one, and a sum of medians by the clock would be off. How much longer
@@ -10,6 +11,7 @@ everything took by the clock is noted beside, so that it can be spread over all 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,9 @@ from twobw.profiler.solo import Given, SoloLayer
 from twobw.profiler.subject import Subject, filled
 from twobw.runtime.messages import Layout, Message, TensorLayout, map_value
 
-Kind: TypeAlias = Literal["forward", "backward", "recompute", "update", "copying update"]
+Kind: TypeAlias = Literal[
+    "forward", "backward", "forward again", "backward again", "update", "copying update"
+]
 Samples: TypeAlias = dict[tuple[Kind, int, int], list[int]]
 """Nanoseconds by kind, layer (the trivial one is the last) and microbatch size (0: any)."""
 
@@ -46,7 +50,8 @@ class Bench:
         device: of this rank.
 
     Attributes:
-        layers: in that order. The trivial layer's times are what any stage takes by itself.
+        layers: in that order, the first of each. The trivial layer's times are what any stage
+            takes by itself.
         samples: what has been measured so far.
         processor_ns: the sum of all that was measured.
         clock_ns: the same by the clock.
@@ -58,9 +63,18 @@ class Bench:
         place = len(subject.layers) + 1
         trivial = SoloLayer(trivial_layer().to(device), place, subject.config, device)
         self.layers = [*subject.build(device), trivial]
+        self._row = [
+            (number, self._copy(number) if further else self.layers[number])
+            for number, count in enumerate([*subject.counts_a_stage(), 1, 1])
+            for further in range(count)
+        ]
         self.samples: Samples = defaultdict(list)
         self.processor_ns = 0
         self.clock_ns = 0
+
+    def _copy(self, number: int) -> SoloLayer:
+        module = copy.deepcopy(self.layers[number].module)
+        return SoloLayer(module, self._subject.firsts[number], self._subject.config, self._device)
 
     def input(self, number: int, microbatch_size: int) -> Given:
         """Something for a layer to run on."""
@@ -83,7 +97,7 @@ class Bench:
             counts = step > 0
             self._forwards(step + 1, microbatch_size, given, counts=counts)
             self._backwards(step, microbatch_size, gradients, counts=counts)
-            self._recomputes(step, microbatch_size, given, gradients, counts=counts)
+            self._backwards_again(step, microbatch_size, given, gradients, counts=counts)
             step += 1
         self._backwards(step, microbatch_size, gradients, counts=False)
 
@@ -95,12 +109,12 @@ class Bench:
         given = self._inputs(size)
         kinds: tuple[Kind, ...] = ("update", "copying update")
         for num_slots, kind in enumerate(kinds, 1):
-            for layer in self.layers:
+            for _, layer in self._row:
                 layer.weights.rebase(num_slots)
             for repetition in range(_NUM_UPDATES + 1):
                 gradients = self._forwards(0, size, given, counts=False)
                 self._backwards(0, size, gradients, counts=False)
-                for number, layer in enumerate(self.layers):
+                for number, layer in self._row:
                     with self._timed(kind, number, 0, counts=repetition > 0):
                         layer.update()
 
@@ -109,14 +123,14 @@ class Bench:
     ) -> list[list[Tensor] | None]:
         """A forward of each layer, and gradients for what it gave."""
         layouts: list[Layout] = []
-        for number, layer in enumerate(self.layers):
+        for number, layer in self._row:
             own = _copied(given[number])
             with self._timed("forward", number, size, counts=counts):
                 output = layer.forward(microbatch, own)
             layouts.append(output.layout)
             del own, output
-        pairs = zip(self.layers, layouts, strict=True)
-        return [layer.output_gradients(layout) for layer, layout in pairs]
+        pairs = zip(self._row, layouts, strict=True)
+        return [layer.output_gradients(layout) for (_, layer), layout in pairs]
 
     def _backwards(
         self,
@@ -126,11 +140,12 @@ class Bench:
         *,
         counts: bool,
     ) -> None:
-        for number, layer in reversed(list(enumerate(self.layers))):
+        pairs = zip(self._row, gradients, strict=True)
+        for (number, layer), gradient in reversed(list(pairs)):
             with self._timed("backward", number, size, counts=counts):
-                layer.backward(microbatch, gradients[number])
+                layer.backward(microbatch, gradient)
 
-    def _recomputes(
+    def _backwards_again(
         self,
         microbatch: int,
         size: int,
@@ -139,15 +154,16 @@ class Bench:
         *,
         counts: bool,
     ) -> None:
-        """What a backward that runs the layer again takes longer than the last one without."""
-        for number, layer in enumerate(self.layers):
-            layer.forward(microbatch, _copied(given[number]), again=True)
-        for number, layer in reversed(list(enumerate(self.layers))):
-            with self._timed("recompute", number, size, counts=counts):
-                layer.backward(microbatch, gradients[number], again=True)
-            if counts:
-                plain_ns = self.samples["backward", number, size][-1]
-                self.samples["recompute", number, size][-1] -= plain_ns
+        """Forwards that keep the input only, and backwards that run the layer again."""
+        for number, layer in self._row:
+            own = _copied(given[number])
+            with self._timed("forward again", number, size, counts=counts):
+                layer.forward(microbatch, own, again=True)
+            del own
+        pairs = zip(self._row, gradients, strict=True)
+        for (number, layer), gradient in reversed(list(pairs)):
+            with self._timed("backward again", number, size, counts=counts):
+                layer.backward(microbatch, gradient, again=True)
 
     @contextmanager
     def _timed(self, kind: Kind, number: int, size: int, *, counts: bool) -> Iterator[None]:
