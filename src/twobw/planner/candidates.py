@@ -9,6 +9,7 @@ from itertools import accumulate, product
 
 import numpy as np
 
+from twobw.core.generators import stage_rule
 from twobw.planner.closed_form import Sizes, estimate_ns
 from twobw.planner.cluster import ClusterSpec
 from twobw.planner.configuration import (
@@ -23,9 +24,10 @@ from twobw.planner.partition import Costs, least_costs, stage_costs
 from twobw.planner.placement import surroundings
 from twobw.profiler.profile import ModelProfile
 
-SCHEDULES = ("2bw-fresh", "2bw", "1f1b", "gpipe", "no-pipeline")
+SCHEDULES = ("2bw-fresh", "2bw", "paci", "1f1b", "gpipe", "no-pipeline")
 """That are chosen among unless others are asked for; of equally fast ones the first."""
 
+_NEVER_DRAINING = frozenset({"2bw-fresh", "2bw", "paci"})
 _LEANEST = ("no-pipeline", "1f1b")  # of one version, with the fewest microbatches in flight
 _MOST_WIDTHS = 3  # numbers of replicas that are looked at for a depth, the largest ones
 _MOST_EXTRA = 2
@@ -85,7 +87,7 @@ class Candidates:
                 if pp == 1 and recompute == "stage":
                     continue  # keeps the input of the whole model alone, and has it all again
                 for dp, m in self.widths(pp, size):
-                    for schedule, extra in self._orders(pp):
+                    for schedule, extra in self._orders(pp, m, recompute):
                         for placement in self._placements(pp, dp):
                             yield Configuration(
                                 pp, dp, size, m, schedule, recompute, extra, 0, placement
@@ -114,12 +116,18 @@ class Candidates:
         widths = (dp for dp in range(min(most, total), 0, -1) if total % dp == 0)
         return [(dp, total // dp) for dp, _ in zip(widths, range(_MOST_WIDTHS), strict=False)]
 
-    def _orders(self, pp: int) -> Iterator[tuple[str, int]]:
-        """Schedules, each with its extra microbatches in flight."""
+    def _orders(self, pp: int, m: int, recompute: Recompute) -> Iterator[tuple[str, int]]:
+        """Schedules, each with its extra microbatches in flight. Those that never drain need as
+        many microbatches as stages; else they are slower, or none of stage 0's gradient is
+        fresh."""
         if pp == 1:
             yield "1f1b", 0  # data parallelism: nothing to pipeline, no reason for older weights
             return
         for schedule in self._schedules:
+            if schedule in _NEVER_DRAINING and m < pp:
+                continue
+            if recompute != "none" and stage_rule(schedule, 0, pp, m).backward_on_newest:
+                continue
             most = _MOST_EXTRA if "extra_in_flight" in known_options(schedule) else 0
             yield from ((schedule, extra) for extra in range(most + 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from twobw.planner.candidates import SCHEDULES, Candidate, Candidates, least_bytes
 from twobw.planner.cluster import ClusterSpec
@@ -19,6 +20,7 @@ from twobw.planner.plan import Alternative, Plan
 from twobw.planner.prediction import predict, with_losses
 from twobw.profiler.profile import ModelProfile
 
+_LEAST_GAIN = 1e-3  # part of a batch's time that more microbatches in flight must save
 _MORE_SIMULATED = 2  # plans than are wanted, since closed forms may order them otherwise
 
 
@@ -95,6 +97,18 @@ def find_plans(
     return _Searcher(profile, cluster, training, schedules).search(top)
 
 
+def _without_idle_extras(plans: Sequence[Plan]) -> list[Plan]:
+    """The fastest first; without those that have more in flight for nothing."""
+    fastest: dict[str, float] = {}
+    kept = []
+    for plan in sorted(plans, key=lambda plan: plan.extra_in_flight):
+        usual = plan.model_copy(update={"extra_in_flight": 0}).layout
+        if plan.batch_ns < fastest.get(usual, inf) * (1 - _LEAST_GAIN):
+            fastest[usual] = plan.batch_ns
+            kept.append(plan)
+    return sorted(kept, key=lambda plan: plan.batch_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class _Fitting:
     configuration: Configuration
@@ -125,7 +139,7 @@ class _Searcher:
                 f"microbatches of {sizes}, which were profiled"
             )
         fitting, rejected = self._fitting(candidates, top + _MORE_SIMULATED)
-        plans = sorted((self._plan(found) for found in fitting), key=lambda plan: plan.batch_ns)
+        plans = _without_idle_extras([self._plan(found) for found in fitting])
         if plans:
             alternatives = self._alternatives(candidates, plans)
             plans[0] = with_losses(plans[0]).model_copy(update={"alternatives": alternatives})
