@@ -21,7 +21,7 @@ from twobw.planner.configuration import (
 )
 from twobw.planner.costing import layer_ns
 from twobw.planner.partition import Costs, least_costs, stage_costs
-from twobw.planner.placement import surroundings
+from twobw.planner.placement import group_link, surroundings
 from twobw.profiler.profile import ModelProfile
 
 SCHEDULES = ("2bw-fresh", "2bw", "paci", "1f1b", "gpipe", "no-pipeline")
@@ -65,6 +65,7 @@ class Candidates:
         self._gradient_bytes = sum(layer.gradient_bytes for layer in layers)
         self.costs = lru_cache(maxsize=None)(self._costs)
         self._least = lru_cache(maxsize=None)(self._least_costs)
+        self._ties = lru_cache(maxsize=None)(self._ties_ns)
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -178,10 +179,23 @@ class Candidates:
             whole_ns=whole + pp * op_ns,
             transfer_ns=transfer_ns,
             update_ns=self._update_ns / pp + overhead.batch_ns,
-            reduce_ns=where.slowest_ring.all_reduce_ns(self._gradient_bytes / pp),
+            reduce_ns=where.slowest_ring.all_reduce_ns(self._gradient_bytes / pp)
+            + self._ties(pp, configuration.dp, configuration.placement),
         )
         overlaps = self._training.overlap_reduce and pp > 1
         return estimate_ns(configuration, sizes, overlaps=overlaps)
+
+    def _ties_ns(self, pp: int, dp: int, placement: Placement) -> int:
+        """Of the gradients of parameters whose layers cannot be on one stage."""
+        num_layers = self._profile.num_layers
+        apart = [
+            tie.num_parameters
+            for tie in self._profile.ties
+            if tie.layers[-1] - tie.layers[0] > num_layers - pp
+        ]
+        where = surroundings(self._cluster, pp, dp, placement)
+        link = group_link(self._cluster, (0, pp - 1), where)
+        return sum(link.all_reduce_ns(4 * count) for count in apart)
 
     def _dearest(self, configuration: Configuration, split: Sequence[int]) -> float:
         costs = self.costs_for(configuration)

@@ -22,6 +22,7 @@ from twobw.profiler.profile import ModelProfile
 
 _LEAST_GAIN = 1e-3  # part of a batch's time that more microbatches in flight must save
 _MORE_SIMULATED = 2  # plans than are wanted, since closed forms may order them otherwise
+_LEAST_SIMULATED = 12  # however few are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Rejection:
         what = str(self.configuration).removeprefix(f"pp={self.configuration.pp} ")
         if self.is_leanest:
             return f"pp={self.configuration.pp}: {needs}, even with {what}"
-        return f"pp={self.configuration.pp}: {needs} ({what}; {self.speedup:.2f} times as fast)"
+        speedup = f"; {self.speedup:.2f} times as fast" if self.speedup else ""
+        return f"pp={self.configuration.pp}: {needs} ({what}{speedup})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,29 @@ def _without_idle_extras(plans: Sequence[Plan]) -> list[Plan]:
     return sorted(kept, key=lambda plan: plan.batch_ns)
 
 
+def find_plan(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    training: Training,
+    configuration: Configuration,
+) -> Plan | Rejection:
+    """One configuration as `find_plans` judges it: with the best split whose stages all fit and,
+    where its updates may come later, with the lag that their reductions need; or why it does not
+    fit.
+
+    Args:
+        profile: of the model.
+        cluster: the devices.
+        training: what is given.
+        configuration: what is chosen.
+
+    Raises:
+        ValueError: the microbatch size was not profiled, or there are more stages than layers.
+    """
+    searcher = _Searcher(profile, cluster, training, (configuration.schedule,))
+    return searcher.judge(configuration)
+
+
 @dataclass(frozen=True, slots=True)
 class _Fitting:
     configuration: Configuration
@@ -130,6 +155,12 @@ class _Searcher:
         self._fits: dict[tuple[object, ...], tuple[int, ...] | Rejection] = {}
         self._limit = cluster.device_memory_bytes
 
+    def judge(self, configuration: Configuration) -> Plan | Rejection:
+        split = self._fitting_split(configuration)
+        if isinstance(split, Rejection):
+            return split
+        return self._plan(configuration, split)
+
     def search(self, top: int) -> Search:
         candidates = self._candidates.all()
         if not candidates:
@@ -138,8 +169,11 @@ class _Searcher:
                 f"a global batch of {self._training.global_batch_size} samples cannot be cut into "
                 f"microbatches of {sizes}, which were profiled"
             )
-        fitting, rejected = self._fitting(candidates, top + _MORE_SIMULATED)
-        plans = _without_idle_extras([self._plan(found) for found in fitting])
+        wanted = max(top + _MORE_SIMULATED, _LEAST_SIMULATED)
+        fitting, rejected = self._fitting(candidates, wanted)
+        plans = _without_idle_extras(
+            [self._plan(found.configuration, found.split) for found in fitting]
+        )
         if plans:
             alternatives = self._alternatives(candidates, plans)
             plans[0] = with_losses(plans[0]).model_copy(update={"alternatives": alternatives})
@@ -270,11 +304,9 @@ class _Searcher:
             for stage, (end, count) in enumerate(zip(ends, split, strict=True))
         ]
 
-    def _plan(self, fitting: _Fitting) -> Plan:
+    def _plan(self, configuration: Configuration, split: tuple[int, ...]) -> Plan:
         """Simulated."""
-        return predict(
-            self._profile, self._cluster, self._training, fitting.configuration, fitting.split
-        )
+        return predict(self._profile, self._cluster, self._training, configuration, split)
 
     def _leanest(self, depths_with_plan: set[int]) -> list[Rejection]:
         """For each depth that is too shallow, what needs least."""

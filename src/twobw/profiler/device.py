@@ -67,24 +67,27 @@ class DeviceSpec(_Table):
 
 
 # Rates are those of NVIDIA's data sheets, dense, of the SXM form. Memory is what an elementwise
-# product was measured to reach (github.com/mli/transformers-benchmarks: V100 784 of 900 GB/s, A100
-# 80 GB 1616 of 2039), for others the A100's part of the data sheet's, 79 %.
+# product was measured to reach (github.com/mli/transformers-benchmarks, README: V100 784 of 900
+# GB/s, A100 80 GB 1616 of 2039), for others the A100's part of the data sheet's, 79 %: an
+# assumption for the A100 40 GB (of 1555) and the H100 (of 3350).
 #
 # Efficiency in 16 bits is that of whole models, since a layer also waits for what stands between
 # its products:
-#   V100  39 TFLOP/s, GPT 1.2B (Shoeybi et al., 2019, Megatron-LM); about 45, GPT 355M (the 2BW
-#         paper); 64, a single BERT-large layer of large batches (transformers-benchmarks).
-#         40 % of 125 lies between.
+#   V100  39 TFLOP/s, GPT 1.2B, later 62, in a DGX-2H (Megatron-LM, 2019, and
+#         nv-adlr.github.io/MegatronLMV1); about 45, GPT 355M (the 2BW paper); 36 a GPT-2 layer, 64
+#         a BERT-large layer of large batches (transformers-benchmarks). 40 % of 125 lies between.
 #   A100  137 TFLOP/s, GPT 1.7B, to 163, GPT 1T (Narayanan et al., 2021, SC21, table 1): 44 % to
 #         52 % of 312; 48 % lies between.
 #   H100  41 % to 48 % of 989 (Megatron-LM's README, GPT 2B to 462B); 45 %.
 # In fp32 plain products reach 14 of 15.7 TFLOP/s on a V100 (transformers-benchmarks); a layer is
-# taken to reach 80 %. TF32 is off, as it is in torch unless asked for.
+# taken to reach 80 %, on all devices, for which no measurement was found. TF32 is off, as it is in
+# torch unless asked for.
 #
 # Tokens for half of it: a BERT-large layer on an RTX 3090 Ti reaches 75 %, 82 %, 89 %, 93 % with
-# 1024, 2048, 4096, 8192 tokens (transformers-benchmarks), which is 350 to 600; taken as 500 for
-# the V100. On an A100 microbatches of 16 are up to 1.3 times as fast as those of 1, of 2048 tokens
-# each (SC21, figure 7): 670. For the H100 nothing was found; the A100's, times the ratio of rates.
+# 1024, 2048, 4096, 8192 tokens of what it reaches at best (transformers-benchmarks,
+# micro_bench.ipynb), which is 350 to 640; taken as 500 for the V100. On an A100 microbatches of 16
+# are up to 1.3 times as fast as those of 1, of 2048 tokens each (SC21, figure 7): 670. For the H100
+# nothing was found; the A100's, times the ratio of rates.
 DEVICES: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
