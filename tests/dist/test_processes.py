@@ -101,5 +101,8 @@ def test_replicas_and_ties_equal_the_reference(of_four: dict, name: str) -> None
         torch.testing.assert_close(outcome["state"][parameter], tensor, rtol=1e-4, atol=1e-6)
     assert outcome["losses"] == pytest.approx(losses, rel=1e-5)
     assert outcome["ranks"] == [0, 1, 2, 3]
+    if case.dp == 2:
+        neighbours = case.options.get("placement", "replicas")
+        assert outcome["stages"] == {"replicas": [0, 0, 1, 1], "pipelines": [0, 1, 0, 1]}[neighbours]
     if norms:
         assert outcome["norms"] == pytest.approx(norms, rel=1e-5)

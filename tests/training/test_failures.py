@@ -13,7 +13,6 @@ from twobw.training.failures import (
     read_failures,
     record_failure,
     record_termination,
-    stage_of,
 )
 
 OWN = Failure(2, 2, "ValueError: wrong", time_ns=50, lost_peer=False)
@@ -77,7 +76,3 @@ def test_last_words_end_with_rank_stage_and_reason() -> None:
     words = last_words(OWN, Path("runs/demo/rank2.log"))
     assert words.splitlines()[-1] == "twobw: rank 2 (stage 2) failed: ValueError: wrong"
     assert "runs/demo/rank2.log" in words
-
-
-def test_the_replicas_of_a_stage_are_neighbours() -> None:
-    assert [stage_of(rank, dp=2) for rank in range(6)] == [0, 0, 1, 1, 2, 2]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twobw.core.generators import SCHEDULES
+from twobw.core.rank_grid import Placement, RankGrid
 from twobw.models.sizes import MODEL_SIZES, BertConfig, GPTConfig
 
 
@@ -146,6 +147,9 @@ class DataSettings(Section):
 class ParallelSettings(Section):
     """``[parallel]``: ``pp`` stages, ``dp`` replicas of each, and the order of their work.
 
+    ``placement`` says what neighbouring ranks are, which launchers put on one machine: the
+    ``replicas`` of a stage, or the stages of a pipeline (``pipelines``).
+
     ``split`` gives the layers of each stage (embedding and head count as one each); empty
     balances them by parameters. ``extra_in_flight`` is 2BW's: more microbatches in flight, to
     hide slow links.
@@ -163,6 +167,7 @@ class ParallelSettings(Section):
 
     pp: Size = 2
     dp: Size = 1
+    placement: Annotated[str, _choice(*get_args(Placement))] = "replicas"
     schedule: Annotated[str, _choice(*SCHEDULES)] = "2bw-fresh"
     num_microbatches: Size = 4
     extra_in_flight: Count = 0
@@ -173,6 +178,11 @@ class ParallelSettings(Section):
     overlap_reduce: bool = True
     shard_optimizer: bool = False
     check_replicas_every: Count = 0
+
+    @property
+    def grid(self) -> RankGrid:
+        """Which rank has which stage and replica."""
+        return RankGrid(self.pp, self.dp, self.placement)  # type: ignore[arg-type]
 
 
 class OptimizerSettings(Section):

@@ -10,11 +10,11 @@ from itertools import accumulate, product
 import numpy as np
 
 from twobw.core.generators import stage_rule
+from twobw.core.rank_grid import Placement
 from twobw.planner.closed_form import Sizes, estimate_ns
 from twobw.planner.cluster import ClusterSpec
 from twobw.planner.configuration import (
     Configuration,
-    Placement,
     Recompute,
     Training,
     known_options,

@@ -8,10 +8,10 @@ from typing import Literal
 
 from twobw.core.generators import options_of, stage_rule
 from twobw.core.generators.rule import StageRule
+from twobw.core.rank_grid import Placement
 from twobw.profiler.profile import ModelProfile
 
 Recompute = Literal["none", "layer", "stage", "attention"]
-Placement = Literal["replicas", "pipelines"]
 
 
 @dataclass(frozen=True, slots=True)

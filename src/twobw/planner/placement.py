@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from twobw.core.costs import LinkCost
+from twobw.core.rank_grid import Placement
 from twobw.planner.cluster import ClusterSpec
-from twobw.planner.configuration import Placement
 from twobw.profiler.profile import LinkProfile
 
 

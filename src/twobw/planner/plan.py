@@ -11,13 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from twobw.core.costs import LinkCost, OverheadCost, PipelineCost, SharedReduction, StageCost
 from twobw.core.generators import stage_rule
 from twobw.core.memory import StageBytes
-from twobw.planner.configuration import Configuration, Placement, Recompute, known_options
+from twobw.core.rank_grid import Placement
+from twobw.planner.configuration import Configuration, Recompute, known_options
 
 SCHEMA_VERSION: Literal[1] = 1
 
 PLANNED_SETTINGS = frozenset(
     {
         "parallel.pp",
+        "parallel.placement",
         "parallel.dp",
         "parallel.schedule",
         "parallel.num_microbatches",
@@ -251,6 +253,7 @@ class Plan(_Record):
         return {
             "parallel.pp": str(self.pp),
             "parallel.dp": str(self.dp),
+            "parallel.placement": self.placement,
             "parallel.schedule": self.schedule,
             "parallel.num_microbatches": str(self.num_microbatches),
             "parallel.extra_in_flight": str(self.extra_in_flight),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from twobw import Pipeline
 from twobw.config import Config
+from twobw.core.rank_grid import RankGrid
 from twobw.profiler.profile import LinkProfile
 from twobw.profiler.timing import clock_ns, trivial_layer
 from twobw.runtime.mesh import distributed_mesh
@@ -68,7 +69,7 @@ def time_link(device: torch.device, num_bytes: int, timeout_s: float) -> tuple[L
         num_bytes: of a long message, at least `LONG_MESSAGE_BYTES`.
         timeout_s: seconds that one wait may last.
     """
-    mesh = distributed_mesh(dist.get_world_size(), 1, [], device, timeout_s)
+    mesh = distributed_mesh(RankGrid(dist.get_world_size(), 1), [], device, timeout_s)
     short, long = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (1, num_bytes))
     message_ns, latency_ns, transfer_ns = 0.0, 0.0, 1.0
     if mesh.stage <= 1:

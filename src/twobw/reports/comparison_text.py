@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from twobw.core.breakdown import Breakdown, break_down
 from twobw.core.idle import HELP, Reason
+from twobw.core.rank_grid import RankGrid
 from twobw.core.steady import steady_state
 from twobw.core.timeline import Timeline
 from twobw.planner.plan import Plan
@@ -73,9 +74,8 @@ def _times(plan: Plan, measured_ns: float) -> str:
 def _stages(plan: Plan, played: Breakdown, found: Breakdown, peak_bytes: Sequence[int]) -> str:
     """A line a stage and kind of figure: parts of a batch's time, and the memory's peak."""
     predicted = [played.of_ranks([stage]) for stage in range(plan.pp)]
-    ranks = sorted(found.busy)
-    dp = len(ranks) // plan.pp
-    measured = [found.of_ranks(ranks[s * dp : (s + 1) * dp]) for s in range(plan.pp)]
+    grid = RankGrid(plan.pp, plan.dp, plan.placement)
+    measured = [found.of_ranks(grid.replicas(stage)) for stage in range(plan.pp)]
     reasons = [
         reason.value
         for reason in Reason

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from twobw.core.rank_grid import RankGrid
 from twobw.runtime.collectives import (
     Alone,
     Collective,
@@ -32,8 +33,7 @@ class Mesh:
     """One rank's place.
 
     Attributes:
-        pp: number of stages.
-        dp: number of replicas of each.
+        grid: which rank has which stage and replica.
         stage: this rank's.
         replica: this rank's.
         transport: to the other stages of this pipeline.
@@ -47,8 +47,7 @@ class Mesh:
         device: where this rank computes; ``None``: wherever its layers are.
     """
 
-    pp: int
-    dp: int
+    grid: RankGrid
     stage: int
     replica: int
     transport: Transport
@@ -61,9 +60,19 @@ class Mesh:
     device: torch.device | None = None
 
     @property
+    def pp(self) -> int:
+        """Number of stages."""
+        return self.grid.pp
+
+    @property
+    def dp(self) -> int:
+        """Number of replicas of each."""
+        return self.grid.dp
+
+    @property
     def rank(self) -> int:
-        """Global rank: replicas of a stage are neighbours."""
-        return self.stage * self.dp + self.replica
+        """Global rank."""
+        return self.grid.rank(self.stage, self.replica)
 
     def fail(self, reason: str) -> None:
         """Let the other ranks know that this one has failed."""
@@ -74,21 +83,24 @@ class Mesh:
 
 
 def distributed_mesh(
-    pp: int, dp: int, tie_sets: Sequence[StageSet], device: torch.device, timeout: float
+    grid: RankGrid, tie_sets: Sequence[StageSet], device: torch.device, timeout: float
 ) -> Mesh:
-    """This process's place in the default process group, of ``pp * dp`` ranks.
+    """This process's place in the default process group, which has the grid's ranks.
 
     Called by all its ranks, with the same arguments.
 
     Raises:
         TransportError: some rank does not call it in time.
     """
-    activity = Activity(dist.get_rank(), dist.get_rank() // dp, timeout)
-    _meet(activity, pp * dp)
-    mesh = init_device_mesh(device.type, (pp, dp), mesh_dim_names=("pp", "dp"))
-    stage, replica = mesh.get_coordinate() or (0, 0)  # every rank has one
-    pipelines = [[s * dp + r for s in range(pp)] for r in range(dp)]
-    replicas = [[s * dp + r for r in range(dp)] for s in range(pp)]
+    stage, replica = grid.place(dist.get_rank())
+    activity = Activity(dist.get_rank(), stage, timeout)
+    _meet(activity, grid.pp * grid.dp)
+    sizes = {"pp": grid.pp, "dp": grid.dp}
+    names = ("pp", "dp") if grid.placement == "replicas" else ("dp", "pp")
+    shape = tuple(sizes[name] for name in names)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    pipelines = [grid.pipeline(replica) for replica in range(grid.dp)]
+    replicas = [grid.replicas(stage) for stage in range(grid.pp)]
     ties: dict[StageSet, Collective] = {}
     for stages in tie_sets:
         group, _ = dist.new_subgroups_by_enumeration(
@@ -102,8 +114,7 @@ def distributed_mesh(
     if device.type == "cuda":
         edges = _edge_groups(pipelines, replica)
     return Mesh(
-        pp,
-        dp,
+        grid,
         stage,
         replica,
         DistributedTransport(
@@ -131,9 +142,10 @@ def distributed_mesh(
     )
 
 
-def thread_meshes(pp: int, dp: int, tie_sets: Sequence[StageSet], timeout: float) -> list[Mesh]:
-    """The places of ``pp * dp`` threads of this process, by rank."""
-    activities = [Activity(rank, rank // dp, timeout) for rank in range(pp * dp)]
+def thread_meshes(grid: RankGrid, tie_sets: Sequence[StageSet], timeout: float) -> list[Mesh]:
+    """The places of the grid's ranks, which are threads of this process, by rank."""
+    pp, dp = grid.pp, grid.dp
+    activities = [Activity(rank, stage, timeout) for rank, (stage, _) in enumerate(grid.places())]
     Watchdog(activities, LocalBoard(activities), timeout)
     hubs = [ThreadHub(pp) for _ in range(dp)]
     replica_hubs = [ThreadHub(dp) for _ in range(pp)]
@@ -147,27 +159,24 @@ def thread_meshes(pp: int, dp: int, tie_sets: Sequence[StageSet], timeout: float
     }
     return [
         Mesh(
-            pp,
-            dp,
+            grid,
             stage,
             replica,
-            ThreadTransport(hubs[replica], range(replica, pp * dp, dp), stage, activity),
-            ThreadTransport(replica_hubs[stage], _replicas(stage, dp), replica, activity),
-            _membership(replicas[stage], _replicas(stage, dp), activity),
-            _membership(pipelines[replica], range(replica, pp * dp, dp), activity),
+            ThreadTransport(hubs[replica], grid.pipeline(replica), stage, activity),
+            ThreadTransport(replica_hubs[stage], grid.replicas(stage), replica, activity),
+            _membership(replicas[stage], grid.replicas(stage), activity),
+            _membership(pipelines[replica], grid.pipeline(replica), activity),
             {
                 stages: _membership(
-                    ties[stages, replica], [s * dp + replica for s in sorted(stages)], activity
+                    ties[stages, replica], [grid.rank(s, replica) for s in sorted(stages)], activity
                 )
                 for stages in tie_sets
                 if stage in stages
             },
-            _membership(shards[stage], _replicas(stage, dp), activity),
+            _membership(shards[stage], grid.replicas(stage), activity),
             activity,
         )
-        for stage in range(pp)
-        for replica in range(dp)
-        for activity in [activities[stage * dp + replica]]
+        for activity, (stage, replica) in zip(activities, grid.places(), strict=True)
     ]
 
 
@@ -181,11 +190,6 @@ def _meet(activity: Activity, num_ranks: int) -> None:
     others = [rank for rank in range(num_ranks) if rank != activity.rank]
     with activity.waiting("the making of the same pipeline by", others):
         watchdog.wait_for_all()
-
-
-def _replicas(stage: int, dp: int) -> range:
-    """The ranks of a stage."""
-    return range(stage * dp, (stage + 1) * dp)
 
 
 def _membership(meeting: ThreadMeeting, ranks: Sequence[int], activity: Activity) -> Collective:

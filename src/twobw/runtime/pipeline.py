@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from twobw.core.rank_grid import Placement, RankGrid
 from twobw.core.timeline import Timeline
 from twobw.runtime.batch import count_samples, join, split, split_sizes
 from twobw.runtime.checkpoint.manifest import Manifest
@@ -64,6 +65,8 @@ class Pipeline:
         pp: number of stages; ``None``: the size of the process group.
         dp: replicas of each stage. Each process passes its replica's part of a batch, as with
             DistributedDataParallel; where the stages are threads, the whole batch.
+        placement: what neighbouring ranks are, which launchers put on one machine: the
+            ``"replicas"`` of a stage, or the stages of a pipeline (``"pipelines"``).
         seed: of built layers and of dropout.
         lr_scheduler: from an optimizer to its torch.optim.lr_scheduler, stepped once a batch.
         extra_in_flight: for ``"2bw"`` and ``"2bw-fresh"``: how far stages run ahead to hide slow
@@ -108,6 +111,7 @@ class Pipeline:
         pp: int | None = None,
         dp: int = 1,
         *,
+        placement: Placement = "replicas",
         seed: int = 0,
         lr_scheduler: SchedulerFactory | None = None,
         extra_in_flight: int = 0,
@@ -132,13 +136,14 @@ class Pipeline:
         self.split = choose_split(layers, split, self.num_stages)
         ties = find_ties(layers, self.split)
         tie_sets = list(dict.fromkeys(frozenset(tie.name_on) for tie in ties))
+        grid = RankGrid(self.num_stages, dp, placement)
         if is_distributed:
             device = torch.device("cpu")
             if dist.get_backend() == "nccl":
                 device = torch.device("cuda", torch.cuda.current_device())
-            meshes = [distributed_mesh(self.num_stages, dp, tie_sets, device, timeout)]
+            meshes = [distributed_mesh(grid, tie_sets, device, timeout)]
         else:
-            meshes = thread_meshes(self.num_stages, dp, tie_sets, timeout)
+            meshes = thread_meshes(grid, tie_sets, timeout)
         settings = Settings(
             loss_fn,
             optimizer,

@@ -76,6 +76,7 @@ def plan_of_run(run: Run, config: Config, profile: ModelProfile) -> Plan:
         training.recompute,  # type: ignore[arg-type]
         parallel.extra_in_flight,
         lag,
+        parallel.grid.placement,
     )
     cluster = local_cluster(profile.link, config.num_ranks)
     return predict(profile, cluster, training_of(config), configuration, run.split)

@@ -44,11 +44,6 @@ class Failure:
     lost_peer: bool
 
 
-def stage_of(rank: int, dp: int) -> int:
-    """The stage of a rank: the replicas of a stage are neighbours."""
-    return rank // dp
-
-
 def describe(error: BaseException) -> str:
     """The error as one text: its type, its message, and the notes that say where it was, after
     the message's first line."""

@@ -26,7 +26,6 @@ from twobw.training.failures import (
     first_cause,
     last_words,
     read_failures,
-    stage_of,
 )
 from twobw.training.invocation import invocation
 from twobw.training.resuming import OpenRun, open_run
@@ -159,7 +158,7 @@ def _exits(error: ChildFailedError, config: Config) -> list[Failure]:
     return [
         Failure(
             rank=rank,
-            stage=stage_of(rank, config.parallel.dp),
+            stage=config.parallel.grid.place(rank)[0],
             reason=describe_exit(failure.exitcode),
             time_ns=order,
             lost_peer=False,

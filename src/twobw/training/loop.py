@@ -82,6 +82,7 @@ def make_pipeline(config: Config) -> Pipeline:
         split=list(parallel.split) or None,
         pp=parallel.pp,
         dp=parallel.dp,
+        placement=parallel.placement,  # type: ignore[arg-type]
         seed=training.seed,
         lr_scheduler=make_lr_scheduler(config.optimizer, training.num_batches),
         extra_in_flight=parallel.extra_in_flight,

@@ -91,7 +91,7 @@ def disagreements_of(cards: list[Card]) -> list[str]:
 
 def missing_text(missing: list[int], config: Config) -> str:
     """Who did not come."""
-    stages = sorted({rank // config.parallel.dp for rank in missing})
+    stages = sorted({config.parallel.grid.place(rank)[0] for rank in missing})
     word = "stage" if len(stages) == 1 else "stages"
     has, its = ("has", "its") if len(missing) == 1 else ("have", "their")
     return (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from twobw.config import Config, ConfigError, read_resolved_config
-from twobw.training.failures import last_words, record_failure, record_termination, stage_of
+from twobw.training.failures import last_words, record_failure, record_termination
 from twobw.training.invocation import invocation
 from twobw.training.resuming import OpenRun, folder_before_restart, launcher_file, open_run
 from twobw.training.run_folder import CONFIG, NO_FILES, failure_of, log_path
@@ -48,7 +48,7 @@ def main() -> None:
     stop_signals = [signal.SIGINT]
     die_on(stop_signals)
     config = read_resolved_config(folder / CONFIG)
-    stage = stage_of(rank, config.parallel.dp)
+    stage = config.parallel.grid.place(rank)[0]
     report_termination(launcher, partial(record_termination, folder, rank, stage))
     try:
         _init_process_group(config, rank)
@@ -98,7 +98,7 @@ def run_rank(
     except ConfigError:
         raise
     except Exception as error:
-        _report(folder, rank, stage_of(rank, dp), error)
+        _report(folder, rank, config.parallel.grid.place(rank)[0], error)
         _let_go_on(error)
         _exit_at_once()
     if rank == 0 and (failure := failure_of(folder)):

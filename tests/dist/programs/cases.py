@@ -172,6 +172,15 @@ OF_FOUR = {
         dp=2,
         options={**CLIP, "shard_optimizer": True, "recompute": "layer"},
     ),
+    "2x2, stages are neighbours": Case(
+        "2bw",
+        2,
+        tied_layers,
+        ROWS,
+        optimizer=momentum,
+        dp=2,
+        options={**CLIP, "shard_optimizer": True, "placement": "pipelines"},
+    ),
     "2x2, sums and weights, gpipe": Case(
         "gpipe", 2, tied_layers, ROWS, sum_and_weight, momentum, dp=2
     ),

@@ -45,12 +45,15 @@ def main(which: str, out: str) -> None:
         inputs, targets = case.data()[0]
         evaluated = pipeline.evaluate(part(inputs, pipeline), part(targets, pipeline))
         timeline = pipeline.timeline()
+        stages = [pipeline.stage] * dist.get_world_size()
+        dist.all_gather_object(stages, pipeline.stage)
         if state is not None and timeline is not None:
             outcomes[name] = {
                 "state": state,
                 "losses": losses,
                 "evaluated": evaluated,
                 "ranks": timeline.ranks,
+                "stages": stages,
                 "norms": [r.grad_norm for r in results],
                 "metrics": [len(r.stage_metrics() or ()) for r in results],
             }
