@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from twobw.models.bert import NOT_MASKED, class_loss, masked_loss
 from twobw.models.sizes import BERT_SIZES, BertConfig, bert_config
+from twobw.models.transformer import rotated
 from twobw.models.whole import (
     flops_per_token,
     model_layers,
@@ -60,17 +61,35 @@ def test_the_model_is_embedding_blocks_head(config: BertConfig, last: tuple[int,
     assert shapes == [*[(3, 7, config.width)] * (config.num_layers + 1), last]
 
 
-def test_positions_start_as_sinusoids_as_large_as_the_tokens() -> None:
+def test_the_product_of_rotated_vectors_is_of_their_distance_alone() -> None:
     torch.manual_seed(0)
-    embedding, *_ = whole_model(bert_config("bert-demo"))
-    position, token = embedding.position.weight, embedding.token.weight
-    assert position.square().mean().sqrt().item() == pytest.approx(0.02)
-    assert token.std().item() == pytest.approx(0.02, rel=0.02)
-    products = position @ position.T  # of a sinusoid: by distance alone
-    for distance in (0, 1, 50):
+    one, other = torch.randn(2, 8)
+    products = rotated(one.expand(50, 8)) @ rotated(other.expand(50, 8)).T
+    for distance in (-30, -1, 0, 1, 30):
         diagonal = products.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    assert products[0, 1] > products[0, 50]
+    torch.testing.assert_close(products[0, 0], one @ other)
+    assert not torch.isclose(products[0, 1], products[1, 0])
+
+
+def test_rotated_turns_each_pair_by_its_own_angle() -> None:
+    turned = rotated(torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 3))  # pairs (1, 0)
+    angles = torch.arange(3)[:, None] * torch.tensor([1.0, 0.01])
+    torch.testing.assert_close(turned, torch.cat([angles.cos(), angles.sin()], 1))
+
+
+def test_attention_of_a_bert_knows_distances() -> None:
+    torch.manual_seed(0)
+    _, block, *_ = whole_model(TINY)
+    hidden = torch.randn(1, 6, TINY.width)
+    order = torch.tensor([1, 0, 2, 3, 4, 5])
+    last = block(hidden)[0, -1]
+    assert not torch.allclose(last, block(hidden[:, order])[0, -1], atol=1e-6)
+
+
+def test_a_head_of_odd_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads is 32, which gives each head 32 / 32 = 1 of"):
+        bert_config("bert-tiny", num_heads=32)
 
 
 @pytest.mark.parametrize("changed", [0, 5, 11])

@@ -4,24 +4,21 @@ The head is that of pre-training, which guesses masked tokens, or one that tells
 apart. Three things differ from the paper. LayerNorm stands before each part of a block and once
 after the last block, without which deep BERTs do not train (Shoeybi et al., 2019, Megatron-LM,
 section 5.3). There is no next-sentence task (Liu et al., 2019, RoBERTa), thus no segments and no
-``[CLS]``: a class is told from the mean over the tokens. Positions are learned, but start as
-sinusoids (Vaswani et al., 2017): attention then finds a token's neighbours within some hundred
-batches, and not within some thousand.
+``[CLS]``: a class is told from the mean over the tokens. Beside the learned positions, attention
+knows how far apart two tokens are (Su et al., 2021, RoFormer): it then finds a token's neighbours
+within some hundred batches, and not within some thousand.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from twobw.models.sizes import BertConfig
 from twobw.models.transformer import (
-    INIT_STD,
     Block,
     Builder,
     TokensAndPositions,
@@ -41,8 +38,6 @@ class Embedding(TokensAndPositions):
         super().__init__(config)
         self.norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
-        with torch.no_grad():
-            self.position.weight.copy_(_sinusoids(config.sequence_length, config.width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Add token and position, normalise.
@@ -51,15 +46,6 @@ class Embedding(TokensAndPositions):
             ValueError: more tokens than positions.
         """
         return self.dropout(self.norm(self.add(tokens)))  # type: ignore[no-any-return]
-
-
-def _sinusoids(length: int, width: int) -> Tensor:
-    """``(length, width)``: sines and cosines of wavelengths from 2π to 20000π, of the same mean
-    square as the tokens' vectors."""
-    rates = 10000.0 ** -(torch.arange(0, width, 2) / width)
-    angles = torch.arange(length)[:, None] * rates
-    waves = torch.cat([angles.sin(), angles.cos()], 1)[:, :width]
-    return INIT_STD * math.sqrt(2) * waves
 
 
 class MaskedTokenHead(nn.Module):
@@ -106,7 +92,7 @@ def bert_layers(
     return layer_list(
         config,
         partial(Embedding, config),
-        partial(Block, config, is_causal=False),
+        partial(Block, config, is_causal=False, is_rotary=True),
         partial(ClassHead if config.num_classes else MaskedTokenHead, config),
         build,
     )

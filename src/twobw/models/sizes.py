@@ -72,6 +72,12 @@ class BertConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
+        if self.width // self.num_heads % 2:
+            raise ValueError(
+                f"num_heads is {self.num_heads}, which gives each head {self.width} / "
+                f"{self.num_heads} = {self.width // self.num_heads} of the width; for a BERT that "
+                "must be even"
+            )
         if self.num_classes < 0 or self.num_classes == 1:
             raise ValueError(
                 f"num_classes is {self.num_classes}; it must be at least 2, or 0 to guess tokens"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,12 +28,14 @@ class Attention(nn.Module):
     Args:
         config: the size.
         is_causal: whether a token sees only itself and those before it.
+        is_rotary: whether it knows how far apart two tokens are (see `rotated`).
     """
 
     is_attention = True  # what ``recompute="attention"`` looks for
 
-    def __init__(self, config: ModelConfig, *, is_causal: bool) -> None:
+    def __init__(self, config: ModelConfig, *, is_causal: bool, is_rotary: bool = False) -> None:
         super().__init__()
+        self.is_rotary = is_rotary
         self.num_heads = config.num_heads
         self.dropout = config.dropout
         self.is_causal = is_causal
@@ -43,6 +46,8 @@ class Attention(nn.Module):
         """Mix each token with those that it sees."""
         heads = self.query_key_value(hidden).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # (3, b, heads, t, width of a head)
+        if self.is_rotary:
+            query, key = rotated(query), rotated(key)
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -59,12 +64,13 @@ class Block(nn.Module):
     Args:
         config: the size.
         is_causal: whether a token sees only itself and those before it.
+        is_rotary: whether attention knows how far apart two tokens are (see `rotated`).
     """
 
-    def __init__(self, config: ModelConfig, *, is_causal: bool) -> None:
+    def __init__(self, config: ModelConfig, *, is_causal: bool, is_rotary: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config, is_causal=is_causal)
+        self.attention = Attention(config, is_causal=is_causal, is_rotary=is_rotary)
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = nn.Sequential(
             linear(config.width, 4 * config.width),
@@ -77,6 +83,23 @@ class Block(nn.Module):
         """Add attention's part, then the MLP's."""
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))  # type: ignore[no-any-return]
+
+
+def rotated(vectors: Tensor) -> Tensor:
+    """Turn each vector by angles that grow with its place: the product of two turned vectors then
+    depends on the two and on the distance of their places (Su et al., 2021, RoFormer).
+
+    Args:
+        vectors: ``(..., t, size)``, size even; its component i and i + size / 2 are turned as a
+            pair, by place times 10000 to the power of -2i / size.
+    """
+    length, size = vectors.shape[-2:]
+    pairs = torch.arange(size // 2, device=vectors.device)
+    places = torch.arange(length, device=vectors.device)
+    angles = places[:, None] * 10000.0 ** (-2 * pairs / size)
+    cos, sin = angles.cos().to(vectors.dtype), angles.sin().to(vectors.dtype)
+    first, second = vectors.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
 class TokensAndPositions(nn.Module):
