@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from signal import SIGINT
 from typing import Annotated, Literal
@@ -101,8 +102,13 @@ def train(
         check_resumed(resume, planned.config, data)
     if has_outer_launcher():
         return run_rank(planned.config, planned.files, resume)
+    from twobw.profiler.analytic import compute_profile
+    from twobw.profiler.device import find_device
     from twobw.training.launch import launch
+    from twobw.training.resources import check_resources
 
+    # of the device described only that attention is fused counts here
+    check_resources(planned.config, partial(compute_profile, device=find_device("a100-80gb")))
     return launch(planned.config, planned.files, resume)
 
 
@@ -345,6 +351,26 @@ def report(source: Path, /, *, out: Path | None = None) -> None:
     from twobw.training.report_page import run_report_command
 
     sys.stdout.write(run_report_command(source, out) + "\n")
+
+
+@app.command
+def doctor(*, folder: Path = Path("runs"), ranks: _Int = 2) -> int:
+    """Look at this machine: versions and backends of torch, cores, GPUs, memory, shared memory,
+    clock, disk, the link between two ranks; under torchrun the links and clocks of all ranks.
+
+    Parameters
+    ----------
+    folder
+        Where runs go.
+    ranks
+        How many are to train on this machine.
+    """
+    from twobw.training.doctor import run_doctor_command
+
+    text, code = run_doctor_command(folder, ranks)
+    if text:
+        sys.stdout.write(text + "\n")
+    return code
 
 
 @app.command

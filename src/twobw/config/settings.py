@@ -218,7 +218,8 @@ class OptimizerSettings(Section):
 
 
 class TrainingSettings(Section):
-    """``[training]``: ``log_every`` is in batches, ``timeout_s`` the longest wait for another
+    """``[training]``: ``device``: ``auto`` is a GPU a rank where there are any. ``log_every`` is in
+    batches, ``timeout_s`` the longest wait for another
     rank, ``num_threads`` torch's threads a rank.
 
     ``precision``: ``bf16`` and ``fp16`` compute in 16 bits and keep fp32 weights and gradients
@@ -247,6 +248,7 @@ class TrainingSettings(Section):
     evaluation_batches: Count = 8
     evaluation_batch_size: Count = 0
     evaluation_microbatches: Count = 0
+    device: Annotated[str, _choice("auto", "cpu", "cuda")] = "auto"
     timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     num_threads: Size = 1
 

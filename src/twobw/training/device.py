@@ -26,14 +26,15 @@ _PEAK_FLOPS = (
 )
 
 
-def own_device() -> torch.device:
-    """The GPU of this machine that is this rank's, by ``LOCAL_RANK``; the CPU without GPUs.
+def own_device(wanted: str = "auto") -> torch.device:
+    """The GPU of this machine that is this rank's, by ``LOCAL_RANK``; the CPU without GPUs, or
+    where ``wanted`` (``training.device``) says so.
 
     Raises:
         RuntimeError: there are fewer GPUs than ranks on this machine.
     """
-    count = torch.cuda.device_count()
-    if count == 0:
+    count = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if count == 0 and wanted != "cuda":
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if index >= count:

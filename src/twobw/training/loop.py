@@ -151,7 +151,7 @@ class _Loop:
             config.parallel.dp,
             pipeline.is_first_stage,
             pipeline.is_last_stage,
-            own_device(),
+            own_device(config.training.device),
         )
         self._evaluation = Evaluation(config, data, pipeline, self._placement)
         self._evaluation.best_loss = start.best_loss

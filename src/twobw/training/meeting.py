@@ -48,7 +48,7 @@ def meet(config: Config, rank: int) -> Store:
         ConfigError: ranks disagree about a setting or a version.
     """
     timeout = timedelta(seconds=config.training.timeout_s)
-    store = _store(rank, timeout)
+    store = open_store(rank, timeout)
     keys = [f"twobw/card/{other}" for other in range(config.num_ranks)]
     store.set(keys[rank], json.dumps(card_of(config)))
     deadline = time.monotonic() + config.training.timeout_s
@@ -101,8 +101,12 @@ def missing_text(missing: list[int], config: Config) -> str:
     )
 
 
-def _store(rank: int, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT: the launcher's, or else rank 0's."""
+def open_store(rank: int, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT: the launcher's, or else rank 0's.
+
+    Raises:
+        MeetingError: it cannot be had.
+    """
     address, port_text = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:

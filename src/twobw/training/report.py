@@ -117,7 +117,7 @@ class RunReport:
         self._board = board
         self._flops_per_token = flops_per_token(config.model.size())
         is_16_bit = config.training.precision != "fp32"
-        self._peak_flops = peak_flops(own_device()) if is_16_bit else None
+        self._peak_flops = peak_flops(own_device(config.training.device)) if is_16_bit else None
         self._num_batches = 0
         self._num_skipped = 0
         self._start = Start()

@@ -122,7 +122,7 @@ def _init_process_group(config: Config, rank: int) -> Store:
 
     torch.set_num_threads(config.training.num_threads)
     timeout = timedelta(seconds=config.training.timeout_s)
-    device = own_device()
+    device = own_device(config.training.device)
     store = meet(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
