@@ -83,3 +83,13 @@ def test_a_huge_batch_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     config = config_of(tmp_path, training={"global_batch_size": 10**7, "device": "cpu"})
     with pytest.raises(ConfigError, match="not enough memory: the plan takes"):
         resources.check_resources(config, PROFILER)
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 10**8}, {"width": 10**6}])
+def test_a_model_that_cannot_be_is_refused_without_building_it(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    config = config_of(tmp_path, model=changes)
+    problem = resources.memory_problem(config, PROFILER, host_bytes=1e11)
+    assert problem is not None
+    assert problem.startswith("not enough memory: the weights alone take ")

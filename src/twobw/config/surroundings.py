@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,11 +29,25 @@ def not_at_hand(
         if not path.exists():
             near = nearest_path(path)
             yield f"data.paths[{index}] = {toml_text(text)}: no such file or folder{near}"
+    if run and (problem := _folder_problem(Path(run.folder))):
+        yield f"run.folder = {toml_text(run.folder)}: {problem}"
     if run and run.tensorboard and find_spec("tensorboard") is None:
         yield (
             "run.tensorboard = true: the package tensorboard is not installed; "
             "pip install tensorboard, or set it to false"
         )
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """Why there can be no results in a folder, which need not be there yet."""
+    there = folder.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        return f"{there} is not a folder; give one that is, or that can be made"
+    if not os.access(there, os.W_OK):
+        return f"{there} cannot be written to; give another folder"
+    return None
 
 
 def nearest_path(path: Path, pattern: str = "*") -> str:

@@ -71,7 +71,7 @@ class RankProfiler:
 
     def profile(self) -> ModelProfile:
         """What all ranks have measured. On rank 0 it has the link, too."""
-        samples, slowdown = _gathered(self._bench)
+        samples, slowdown = _gathered(self._bench, self._device)
         link, message_ns = self._link()
         op_ns, batch_ns = self._batch_times
         overhead = OverheadProfile(
@@ -143,13 +143,32 @@ class RankProfiler:
         return [entry(number) for number in range(trivial)]
 
 
-def _gathered(bench: Bench) -> tuple[Samples, float]:
+def _gathered(bench: Bench, device: torch.device) -> tuple[Samples, float]:
     """The samples of all ranks together, and how much longer they took by the clock."""
-    own = (dict(bench.samples), bench.processor_ns, bench.clock_ns)
-    parts = [own] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    samples = {key: [ns for part in parts for ns in part[0][key]] for key in own[0]}
-    return samples, sum(part[2] for part in parts) / sum(part[1] for part in parts)
+    keys = list(bench.samples)  # in the same order on every rank
+    parts = gather_numbers([[bench.processor_ns, bench.clock_ns], *bench.samples.values()], device)
+    samples = {
+        key: [ns for part in parts for ns in part[place]] for place, key in enumerate(keys, 1)
+    }
+    processor_ns, clock_ns = (sum(part[0][which] for part in parts) for which in range(2))
+    return samples, clock_ns / processor_ns
+
+
+def gather_numbers(rows: list[list[int]], device: torch.device) -> list[list[list[int]]]:
+    """Every rank's rows of integers, as many on each rank, of whatever lengths."""
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    every_length = [torch.empty_like(lengths) for _ in range(dist.get_world_size())]
+    dist.all_gather(every_length, lengths)
+    longest = max(int(each.sum()) for each in every_length)
+    own = torch.zeros(longest, dtype=torch.int64, device=device)
+    flat = [number for row in rows for number in row]
+    own[: len(flat)] = torch.tensor(flat, dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(own) for _ in every_length]
+    dist.all_gather(gathered, own)
+    return [
+        [piece.tolist() for piece in each[: int(sizes.sum())].split(sizes.tolist())]
+        for each, sizes in zip(gathered, every_length, strict=True)
+    ]
 
 
 def _cpu_name() -> str:

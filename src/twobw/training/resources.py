@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 
 from twobw.config import Config, ConfigError
-from twobw.models.whole import num_parameters
 from twobw.planner.configuration import Configuration
 from twobw.planner.memory import stage_memory
 from twobw.planner.partition import balance
@@ -77,6 +76,14 @@ def memory_problem(
     limit = host_bytes or device_bytes or 0.0
     if rough_bytes(config) < _SURE * limit:
         return None
+    model = config.model
+    least = 4 * 12 * model.num_layers * model.width**2  # one version of the blocks' matrices
+    if least > limit * (config.parallel.pp if device_bytes else 1):
+        return (
+            f"not enough memory: the weights alone take {least / _GB:.2f} GB (model.num_layers = "
+            f"{model.num_layers}, model.width = {model.width}), and {limit / _GB:.2f} GB are "
+            "available; take a smaller model, or another machine"
+        )
     stages = predicted_bytes(config, profiler)
     shown = ", ".join(f"stage {s}: {b / _GB:.2f} GB" for s, b in enumerate(stages))
     if host_bytes is not None:
@@ -121,7 +128,9 @@ def rough_bytes(config: Config) -> float:
     the activations of a whole batch."""
     model, dp = config.model, config.parallel.dp
     versions = max(3, config.parallel.pp)
-    weights = dp * num_parameters(model.size()) * (4 * versions + 16)
+    count = model.num_layers * (12 * model.width + 32) * model.width
+    count += (2 * model.vocab_size + model.sequence_length + 32 + model.width) * model.width
+    weights = dp * count * (4 * versions + 16)
     tokens = config.training.global_batch_size * model.sequence_length
     a_block = 40 * model.width + 8 * model.num_heads * model.sequence_length
     activations = 4 * tokens * (model.num_layers * a_block + 12 * model.vocab_size)
