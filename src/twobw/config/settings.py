@@ -249,7 +249,7 @@ class TrainingSettings(Section):
     evaluation_batch_size: Count = 0
     evaluation_microbatches: Count = 0
     device: Annotated[str, _choice("auto", "cpu", "cuda")] = "auto"
-    timeout_s: Annotated[float, Field(ge=0.1, le=1e6)] = 600.0
+    timeout_s: Annotated[float, Field(gt=0.0, le=1e6)] = 600.0
     num_threads: Annotated[int, Field(ge=1, le=1024)] = 1
 
     @property

@@ -61,13 +61,13 @@ def _result_of(
         return Path(folder, _RESULT).read_bytes()
 
 
-def _become_rank(rank: int, num_threads: int, parent: int) -> torch.device:
+def _become_rank(rank: int, num_threads: int, parent: int, wanted: str = "auto") -> torch.device:
     """What a process does first; its device."""
     die_with_parent(parent)
     die_on([SIGINT])
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(num_threads)
-    device = own_device()
+    device = own_device(wanted)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
@@ -104,7 +104,7 @@ def _profile(
     rank: int, config: Config, microbatch_sizes: tuple[int, ...], folder: Path, parent: int
 ) -> None:
     """One of the processes of a profile."""
-    device = _become_rank(rank, config.training.num_threads, parent)
+    device = _become_rank(rank, config.training.num_threads, parent, config.training.device)
     batch_times = time_batches(config, device)
     _join(rank, config.num_ranks, device, folder, config.training.timeout_s)
     with _progress(is_shown=rank == 0, total=NUM_ROUNDS * len(microbatch_sizes) + 2) as advance:

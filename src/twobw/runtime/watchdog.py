@@ -38,7 +38,7 @@ from twobw.runtime.vitals import (
 Result = TypeVar("Result")
 
 _SEVERAL_WAITS = 3
-_LONGEST_BEAT_S = 5.0
+_SHORTEST_BEAT_S, _LONGEST_BEAT_S = 0.01, 5.0
 _LONGEST_PATIENCE_S = 40.0
 _STORE_LIMIT_S = 2.0
 _POLL_S = 0.02
@@ -255,7 +255,7 @@ class Watchdog:
     def __init__(self, activities: Sequence[Activity], board: Board, limit: float) -> None:
         self._activities = activities
         self._board = board
-        self._beat_s = min(limit / 20, _LONGEST_BEAT_S)
+        self._beat_s = min(max(limit / 20, _SHORTEST_BEAT_S), _LONGEST_BEAT_S)
         self._patience_s = min(limit / 3, _LONGEST_PATIENCE_S)
         self._limit = limit
         self._beat = 0
