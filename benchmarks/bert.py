@@ -6,14 +6,16 @@ For each seed, the flush and the default each pre-train `configs/bert.toml` over
 one thread, fine-tune `configs/bert_classify.toml` from the weights that come of it, and train the
 same classifier from random weights. NAME=VALUE are settings of `twobw train`, as
 parallel.schedule=2bw or optimizer.lr=1e-3, for one of the two or, with --both, for both. A run that
-is already in `--runs` is not repeated, so that the benchmark can be interrupted; give another
-folder for other settings. Prints means and standard deviations over the seeds, writes JSON.
+has ended in `--runs` is not repeated, so that the benchmark can be interrupted; one that was
+stopped on the way begins again. Give another folder for other settings. Prints means and standard
+deviations over the seeds, writes JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -92,8 +94,9 @@ def name_of(contestant: str, part: str, seed: int) -> str:
 
 
 def train(config: Path, folder: Path, settings: dict[str, str]) -> dict[str, Any]:
-    """The summary of a run: from its folder if it is there, else by training."""
-    if not (folder / "summary.json").exists():
+    """The summary of a run: from its folder if it has ended there, else by training."""
+    if not has_ended(folder / "summary.json"):
+        shutil.rmtree(folder, ignore_errors=True)  # else the run would get another name
         settings = settings | {"run.folder": str(folder.parent), "run.name": folder.name}
         arguments = [f"--{name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", "twobw", "train", str(config), *arguments]
@@ -102,6 +105,11 @@ def train(config: Path, folder: Path, settings: dict[str, str]) -> dict[str, Any
             raise RuntimeError(f"{folder.name} failed:\n{done.stdout}\n{done.stderr}")
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
+
+
+def has_ended(path: Path) -> bool:
+    """Whether there is a summary, of a run that was not stopped on the way."""
+    return path.exists() and not json.loads(path.read_text())["is_stopped_early"]
 
 
 def summarise(runs: list[Run]) -> dict[str, dict[str, dict[str, float]]]:

@@ -189,6 +189,20 @@ def test_a_bert_may_have_classes(tmp_path: Path) -> None:
         ({"model.name": "bert-tiny", "model.vocab_size": "256"}, "a BERT's must be at least 257"),
         ({"model.name": "bert-bas"}, "did you mean bert-base?"),
         ({"data.samples_per_class": "4"}, "samples_per_class = 4: needs model.num_classes"),
+        ({"data.classes": "order"}, 'classes = "order": needs model.num_classes = 3, not 0'),
+        (
+            {"model.name": "bert-tiny", "model.num_classes": "4", "data.classes": "order"},
+            "needs model.num_classes = 3, not 4",
+        ),
+        (
+            {
+                "model.name": "bert-tiny",
+                "model.num_classes": "3",
+                "data.classes": "order",
+                "data.samples_per_class": "9",
+            },
+            "samples_per_class = 9: does not go with data.classes",
+        ),
     ],
 )
 def test_what_only_one_family_may_have(tmp_path: Path, changes: dict[str, str], said: str) -> None:

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.dist.commands import batches_of, metrics_of, started
 from twobw.cli import main
+from twobw.training.masking import MASK
 
 
 def write_packages(folder: Path) -> None:
@@ -53,7 +55,12 @@ def test_pre_training_then_classes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [row["num_batches"] for row in validations] == [0, 10, 20, 30]
     assert validations[-1]["validation_accuracy"] == summary["validation_accuracy_end"]
     assert len(batches_of(run)) == 30
-    assert load_file(run / "weights.safetensors")["3.classes.weight"].shape == (3, 32)
+    weights = load_file(run / "weights.safetensors")
+    assert weights["3.classes.weight"].shape == (3, 32)
+    # Nothing is masked here, so the mask's vector is still what pre-training has made of it.
+    before = load_file(masked / "weights.safetensors")["0.token.weight"]
+    assert torch.equal(weights["0.token.weight"][MASK], before[MASK])
+    assert not torch.equal(weights["0.token.weight"], before)
 
     with pytest.raises(SystemExit) as caught:
         main(["sample", str(run)])

@@ -17,6 +17,8 @@ from twobw.config.toml_text import toml_text
 from twobw.core.generators import stage_rule
 from twobw.core.staleness import check_lookahead, check_recompute
 
+_NUM_ORDERS = 3  # of `twobw.training.disorder`, which imports torch
+
 
 def disagreements(
     model: ModelSettings | None = None,
@@ -30,11 +32,8 @@ def disagreements(
     """One line a problem; a section in error is left out."""
     if parallel:
         yield from _schedule_problems(parallel)
-    if data and model and data.samples_per_class and not model.num_classes:
-        yield (
-            f"data.samples_per_class = {data.samples_per_class}: needs model.num_classes, which "
-            "only a BERT may have"
-        )
+    if data and model:
+        yield from _class_problems(data, model)
     if parallel and model:
         yield from _split_problems(parallel, model.size().list_length)
     if parallel and training:
@@ -48,6 +47,26 @@ def disagreements(
         yield "checkpoint.keep_best = true: needs training.evaluate_every of at least 1"
     if optimizer and training:
         yield from _rate_problems(optimizer, training.num_batches)
+
+
+def _class_problems(data: DataSettings, model: ModelSettings) -> Iterator[str]:
+    if data.samples_per_class and not model.num_classes:
+        yield (
+            f"data.samples_per_class = {data.samples_per_class}: needs model.num_classes, which "
+            "only a BERT may have"
+        )
+    if data.classes != "order":
+        return
+    if model.num_classes != _NUM_ORDERS:
+        yield (
+            f'data.classes = "order": needs model.num_classes = {_NUM_ORDERS}, not '
+            f"{model.num_classes}, and a BERT"
+        )
+    if data.samples_per_class:
+        yield (
+            f"data.samples_per_class = {data.samples_per_class}: does not go with "
+            'data.classes = "order", whose labels are made as they are needed; leave it out'
+        )
 
 
 def _schedule_problems(parallel: ParallelSettings) -> Iterator[str]:

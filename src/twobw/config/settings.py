@@ -135,12 +135,16 @@ class DataSettings(Section):
 
     ``paths`` are files and folders, relative to the current folder; none means the source of
     Python's standard library. ``validation_fraction`` of the bytes is held back from training.
-    ``samples_per_class`` is for a model with classes, the folders directly below a path: so many
-    labelled snippets of each are trained on (0: all, as many of each).
+
+    ``classes`` is for a model with ``num_classes``: ``package`` is the folder directly below a path
+    that a snippet is from, ``order`` whether a snippet is as it was written, has neighbouring bytes
+    exchanged, or words (3 classes). Of each package ``samples_per_class`` labelled snippets are
+    trained on (0: all, as many of each).
     """
 
     paths: Annotated[tuple[Text, ...], Field(strict=False), BeforeValidator(_one_path_as_list)] = ()
     validation_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.05
+    classes: Annotated[str, _choice("package", "order")] = "package"
     samples_per_class: Count = 0
 
 

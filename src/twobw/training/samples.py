@@ -6,6 +6,7 @@ from twobw.config import Config
 from twobw.models.sizes import BertConfig
 from twobw.training.classification import PackageSnippets
 from twobw.training.data import DataError, Samples, TextData
+from twobw.training.disorder import DisorderedText
 from twobw.training.masking import MaskedText
 
 
@@ -39,8 +40,8 @@ def validation_batch(config: Config, data: Samples) -> tuple[int, int]:
 
 
 def make_samples(config: Config) -> Samples:
-    """The text for a GPT, the same with bytes masked for a BERT, snippets of it with classes for a
-    BERT that tells classes apart.
+    """The text for a GPT, the same with bytes masked for a BERT, and for a BERT that tells classes
+    apart snippets of it with their packages, or the text in and out of order.
 
     Raises:
         DataError: the text will not do.
@@ -56,6 +57,8 @@ def make_samples(config: Config) -> Samples:
         return text
     if not size.num_classes:
         return MaskedText(text, seed)
+    if config.data.classes == "order":
+        return DisorderedText(text, seed)
     return PackageSnippets(
         text,
         num_classes=size.num_classes,
