@@ -29,22 +29,22 @@ def is_running(pid: int) -> bool:
 @LINUX
 def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
     """Of three stages with a global norm, so that all wait, on both threads."""
-    settings = ["--parallel.pp", "3", "--training.max_grad_norm", "1", "--training.timeout_s", "4"]
+    settings = ["--parallel.pp", "3", "--training.max_grad_norm", "1", "--training.timeout_s", "15"]
     with started(tmp_path, "twobw", "train", "tiny.toml", *ENDLESS, *settings) as command:
-        command.wait_for_batches(1)
+        command.wait_for_batches(100)  # which take longer than a rank is silent between two beats
         ranks = command.ranks()
         os.kill(ranks[1], signal.SIGSTOP)
         ended = command.wait()
     assert ended.code == 1
     assert not any(map(is_running, ranks.values()))
     _, first, *told, cause = ended.err.splitlines()
-    who = re.match(r"twobw: rank ([02]) \(stage \1\) failed: StuckError: waited (\d\.\d) s", first)
+    who = re.match(r"twobw: rank ([02]) \(stage \1\) failed: StuckError: waited (\d+\.\d) s", first)
     assert who, first
-    assert float(who[2]) == pytest.approx(4, abs=0.5)
-    assert "(limit 4 s) for " in first
+    assert float(who[2]) == pytest.approx(15, abs=2)
+    assert "(limit 15 s) for " in first
     assert f"on stage {who[1]}, in " in first
     assert [line.split(":")[0] for line in told] == [f"  rank {r} (stage {r})" for r in range(3)]
-    assert re.search(r"rank 1 \(stage 1\): no sign of life for \d\.\d s; then: batch \d+; ", told[1])
+    assert re.search(r"rank 1 \(stage 1\): no sign of life for \d+\.\d s; then: batch \d+; ", told[1])
     assert all("last op ended" in line for line in told)
     assert cause == (
         f"  likely cause: process {ranks[1]} of rank 1 is stopped (SIGSTOP); "
