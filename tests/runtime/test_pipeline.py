@@ -591,8 +591,10 @@ class TestRefusals:
         with make(layers, pp=3) as pipeline:
             with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
                 train(pipeline, 3)
-            assert "on stage 2, in FORWARD of microbatch 0" in caught.value.__notes__[0]
-            assert "last op that ended here: RA0@0" in caught.value.__notes__[0]
+            layer, op = caught.value.__notes__
+            assert layer.startswith("in layer 2 (Fails), which was given float32[2, 1] by layer 1")
+            assert "on stage 2, in FORWARD of microbatch 0" in op
+            assert "last op that ended here: RA0@0" in op
         for thread in threading.enumerate():
             if thread.name.startswith("stage-"):
                 thread.join(timeout=10)
