@@ -32,7 +32,7 @@ def test_one_that_does_not_fit_says_what_it_needs() -> None:
     )
     assert isinstance(found, Rejection)
     # two layers of a million parameters: 16 bytes each, and a second version's 4
-    assert str(found) == "pp=2: stage 0 needs 0.0 GB of 0.0 (dp=1 2bw b=1 m=4)"
+    assert str(found) == "pp=2: stage 0 needs 40.0 MB of 1.0 (dp=1 2bw b=1 m=4)"
     assert 40 * MILLION <= found.needed_bytes < 41 * MILLION
 
 

@@ -102,7 +102,7 @@ def test_where_a_device_is_too_small_stages_are_added() -> None:
     assert min(plan.pp for plan in search.plans) > 1
     for plan in search.plans:
         assert plan.peak_bytes <= whole * 0.5
-    assert str(search.rejections[0]).startswith("pp=1: stage 0 needs 0.0 GB of 0.0, even with")
+    assert str(search.rejections[0]).startswith("pp=1: stage 0 needs 12.0 kB of 7.7, even with")
 
 
 def test_slow_links_want_more_in_flight() -> None:
@@ -138,7 +138,7 @@ def test_nothing_fits() -> None:
     assert search.plans == []
     assert [r.configuration.pp for r in search.rejections] == [1, 2]
     first, second = search.remedies
-    assert first.startswith("devices with 0.0 GB for training instead of 0.0: pp=2")
+    assert first.startswith("devices with 6.4 kB for training instead of 4.0: pp=2")
     deeper = find_plans(gpt(), cluster(int(second.split()[0]), memory=4_000), TRAINING)
     shallower = find_plans(gpt(), cluster(int(second.split()[0]) - 1, memory=4_000), TRAINING)
     assert "devices instead of 2: pp=" in second

@@ -18,6 +18,7 @@ from twobw.planner.memory import MemoryTable, StageMemory
 from twobw.planner.partition import split_layers
 from twobw.planner.plan import Alternative, Plan
 from twobw.planner.prediction import predict, with_losses
+from twobw.planner.units import of_limit
 from twobw.profiler.profile import ModelProfile
 
 _LEAST_GAIN = 1e-3  # part of a batch's time that more microbatches in flight must save
@@ -47,10 +48,7 @@ class Rejection:
     is_leanest: bool = False
 
     def __str__(self) -> str:
-        needs = (
-            f"stage {self.stage} needs {self.needed_bytes / 1e9:.1f} GB "
-            f"of {self.limit_bytes / 1e9:.1f}"
-        )
+        needs = f"stage {self.stage} needs {of_limit(self.needed_bytes, self.limit_bytes)}"
         what = str(self.configuration).removeprefix(f"pp={self.configuration.pp} ")
         if self.is_leanest:
             return f"pp={self.configuration.pp}: {needs}, even with {what}"
@@ -349,8 +347,8 @@ class _Searcher:
         """The smallest changes after which something would fit."""
         least = min(leanest, key=lambda rejection: rejection.needed_bytes)
         remedies = [
-            f"devices with {least.needed_bytes / 1e9:.1f} GB for training instead of "
-            f"{self._limit / 1e9:.1f}: {least.configuration}"
+            f"devices with {of_limit(least.needed_bytes, self._limit, 'for training instead of')}: "
+            f"{least.configuration}"
         ]
         for pp in range(self._cluster.num_devices + 1, self._profile.num_layers + 1):
             deeper = self._leanest_of(pp, dp=1)

@@ -11,6 +11,7 @@ from twobw.planner.configuration import Training
 from twobw.planner.paper import find_paper_plans
 from twobw.planner.plan import Plan
 from twobw.planner.search import Search, find_plans
+from twobw.planner.units import unit_of
 from twobw.profiler.profile import load_profile
 from twobw.reports.table_text import aligned
 
@@ -78,9 +79,10 @@ def search_text(search: Search) -> str:
 
 def plans_table(plans: Sequence[Plan]) -> str:
     """A line a plan."""
+    size, unit = unit_of(max(plan.peak_bytes for plan in plans))
     head = ("", "pp", "dp", "schedule", "recompute", "within nodes", "b", "m", "extra", "lag")
     rows: list[tuple[str, ...]] = [
-        (*head, "ms a batch", "samples/s", "bubble", "GB at most", "layers")
+        (*head, "ms a batch", "samples/s", "bubble", f"{unit} at most", "layers")
     ]
     for number, plan in enumerate(plans, 1):
         rows.append(
@@ -91,7 +93,7 @@ def plans_table(plans: Sequence[Plan]) -> str:
                 f"{plan.batch_ns / 1e6:.1f}",
                 f"{plan.samples_per_second:.1f}",
                 f"{plan.bubble:.1%}",
-                f"{plan.peak_bytes / _GB:.2f}",
+                f"{plan.peak_bytes / size:.2f}",
                 split_text(plan.split),
             )
         )
@@ -99,14 +101,15 @@ def plans_table(plans: Sequence[Plan]) -> str:
 
 
 def stages_table(plan: Plan) -> str:
-    """What each stage of a plan holds, by kind, in GB; kinds that no stage has are left out."""
+    """What each stage of a plan holds, by kind; kinds that no stage has are left out."""
+    size, unit = unit_of(plan.peak_bytes)
     kinds = [k for k in plan.stages[0].memory if any(stage.memory[k] for stage in plan.stages)]
-    rows = [("stage", "layers", *(kind.replace("_", " ") for kind in kinds), "GB in all")]
+    rows = [("stage", "layers", *(kind.replace("_", " ") for kind in kinds), f"{unit} in all")]
     for number, stage in enumerate(plan.stages):
-        held = (f"{stage.memory[kind] / _GB:.2f}" for kind in kinds)
-        rows.append((str(number), str(stage.num_layers), *held, f"{stage.memory_bytes / _GB:.2f}"))
-    limit = plan.device_memory_bytes / _GB
-    return f"the first, by stage, of {limit:.2f} GB:\n{aligned(rows, num_left=0)}"
+        held = (f"{stage.memory[kind] / size:.2f}" for kind in kinds)
+        rows.append((str(number), str(stage.num_layers), *held, f"{stage.memory_bytes / size:.2f}"))
+    limit = plan.device_memory_bytes / size
+    return f"the first, by stage, of {limit:,.0f} {unit}:\n{aligned(rows, num_left=0)}"
 
 
 def losses_line(plan: Plan) -> str:
@@ -128,7 +131,8 @@ def split_text(split: Sequence[int]) -> str:
 
 
 def _title(model: str, cluster: ClusterSpec, global_batch_size: int) -> str:
+    size, unit = unit_of(cluster.device_memory_bytes)
     return (
         f"{model} on {cluster.name}: {cluster.num_devices} devices of "
-        f"{cluster.device_memory_bytes / _GB:.1f} GB, batches of {global_batch_size} samples"
+        f"{cluster.device_memory_bytes / size:.1f} {unit}, batches of {global_batch_size} samples"
     )
