@@ -14,7 +14,7 @@ milliseconds of waking, of Python and of gloo for each microbatch, is small besi
 Links: two further runs delay every transfer by `--delay` of f + b. That is done here, not in the
 runtime: in those processes a send begins when its delay is over (`SlowLinks`), in order and without
 blocking the sender, so that several messages may be on their way, as on a long wire.
-ALGORITHM section 1 gives 2BW's steady rate then as (f + b) / (f + b + 2c (p - 1) / p), and with
+2BW's steady rate is then (f + b) / (f + b + 2c (p - 1) / p), and with
 `extra_in_flight = 1` nothing lost up to c of half a slot.
 """
 
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def expected(self) -> float:
-        """The busy fraction by ALGORITHM.md."""
+        """The busy fraction by the formula above."""
         m, p, slot = self.num_microbatches, self.num_stages, self.slot_seconds
         if self.schedule == "1f1b":
             return m / (m + p - 1)

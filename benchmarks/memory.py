@@ -7,9 +7,9 @@ the end less the same after the imports and the start of the process group, befo
   2BW holds one version more than the flush: the difference should be one stage's weights.
 - Activation-heavy: stages of four narrow-wide-narrow layers (8 MB of weights, 135 MB of activations
   a microbatch), m = 8. GPipe stashes m microbatches, 2BW p - s on stage s but a version more:
-  by ALGORITHM section 4 the difference is (m - (p - s)) (A/p + a) - W/p, where A/p + a, what
+  the difference is (m - (p - s)) (A/p + a) - W/p, where A/p + a, what
   autograd keeps of one microbatch, is counted in the same process after the measurement.
-- Recompute: half as many rows, p = m = 4, 2BW. By the same section a stage with n = p - s in flight
+- Recompute: half as many rows, p = m = 4, 2BW. A stage with n = p - s in flight
   holds n (A/p + a) without, and A/p + n a with `recompute="stage"`. `"layer"` keeps the inputs a'
   of all its l layers, and has the graph of one layer at a time: n l a' + A/(p l). The time is of
   whole batches, drained, in turns, with the C library's allocator left as it is; beside it what one
@@ -201,7 +201,7 @@ def time_recompute(setups: dict[str, Setup]) -> dict[str, Any]:
 
 
 def predicted_saving(plain: Usage, recompute: str, num_in_flight: int) -> float:
-    """By ALGORITHM section 4, in bytes."""
+    """By the formula above, in bytes."""
     n, stash, inputs = num_in_flight, plain.stash_bytes, plain.input_bytes
     if recompute == "stage":
         return n * stash - (stash + (n - 1) * inputs)

@@ -9,7 +9,7 @@ in cores: the GPT's speeds are worth something only where that is near zero.
 - Emulated: layers that sleep (`emulated.py`), p = 2 and 4, m = p and 2p. In the variants that have
   something to reduce every call of a group (replicas, ties, norm) sleeps, so long that the calls
   that follow stage 0's last backward (`CALLS`) take `--share` of the m - (p - 1) microbatch slots
-  that they may take by DESIGN.md, promise 3. Each rank has a second replica that is emulated, too.
+  that they may take. Each rank has a second replica that is emulated, too.
 - Replicas: the same with two real replicas of two stages, four processes. "Without" has them also,
   and reduces, but at full speed.
 - GPT: the model of `throughput.py` on two stages, m = 4, at the speed that this machine has.

@@ -1,5 +1,5 @@
-"""The experiments of the 2BW paper (ALGORITHM in its section 6 has the figures), by analytic
-profile and simulation: each figure of the paper beside ours and their ratio.
+"""The experiments of the 2BW paper (Narayanan et al., 2021, section 5), by analytic profile
+and simulation: each figure of the paper beside ours and their ratio.
 
     python benchmarks/paper.py [--json FILE]
 

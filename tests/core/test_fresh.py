@@ -1,4 +1,4 @@
-"""The family around 2BW (ALGORITHM section 1b): what is stale, what is held, when updates come."""
+"""The family around 2BW: what is stale, what is held, when updates come."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Grids written by hand from the rules of ALGORITHM, section 1 and 2; spacing does not matter.
+"""Grids written by hand from the rules of the schedules; spacing does not matter.
 
 A file's name says what it draws: ``2bw-p4-m2-n3.txt`` is 2BW of 4 stages, 2 microbatches a batch,
 3 batches; a last word is an option that is on.

@@ -27,7 +27,7 @@ class Sizes:
 
 
 def estimate_ns(configuration: Configuration, sizes: Sizes, *, overlaps: bool) -> float:
-    """Time of a batch in steady state (ALGORITHM sections 1 and 2, with transfers).
+    """Time of a batch in steady state (Narayanan et al., 2021, section 3, with transfers).
 
     Args:
         configuration: what is chosen.
@@ -80,8 +80,8 @@ def paper_ns(
     depth_bytes_per_second: float,
     width_bytes_per_second: float,
 ) -> float:
-    """Time of a batch by the paper's cost model (ALGORITHM section 5): activations and gradients
-    are added to the compute, gradients' sums are hidden, nothing fills or drains.
+    """Time of a batch by the paper's cost model (Narayanan et al., 2021, section 4.3): activations
+    and gradients are added to the compute, gradients' sums are hidden, nothing fills or drains.
 
     Args:
         stages: of the pipeline.

@@ -1,5 +1,5 @@
-"""The memory of one stage at its peak, every term by name (ALGORITHM section 4, and what the
-paper leaves out). The only place where it is computed."""
+"""The memory of one stage at its peak, every term by name (Narayanan et al., 2021,
+section 4.3, and what the paper leaves out). The only place where it is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The paper's planner: its closed form and its search, for comparison (ALGORITHM section 5)."""
+"""The paper's planner: its closed form and its search, for comparison (Narayanan et al.,
+2021, section 4)."""
 
 from __future__ import annotations
 

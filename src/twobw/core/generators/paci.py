@@ -9,7 +9,7 @@ from twobw.core.generators.two_bw_fresh import two_bw_fresh
 def paci(
     stage: int, num_stages: int, num_microbatches: int, *, extra_in_flight: int = 0
 ) -> StageRule:
-    """2BW's order of ops on whatever stands in a single slot (ALGORITHM section 1b).
+    """2BW's order of ops on whatever stands in a single slot (arXiv 2606.07881).
 
     A forward runs on the version that ``2bw-fresh`` gives it, which is the newest at that moment,
     and a backward on the newest, whatever its forward used: those of batch ``k`` on version ``k``.

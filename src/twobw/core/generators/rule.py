@@ -1,6 +1,6 @@
 """A schedule is two rules a stage: how many microbatches may be in flight, and which version each
 runs on. The order of ops follows: take the next forward when the rules allow, else the next
-backward (ALGORITHM section 1, "order of ops")."""
+backward (Narayanan et al., 2021, section 3.1)."""
 
 from __future__ import annotations
 

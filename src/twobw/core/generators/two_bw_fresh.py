@@ -14,7 +14,7 @@ def two_bw_fresh(
     extra_in_flight: int = 0,
     update_lag: int = 0,
 ) -> StageRule:
-    """2BW's order of ops, each microbatch on the newest version (ALGORITHM section 1b).
+    """2BW's order of ops, each microbatch on the newest version.
 
     When stage ``s`` ends batch ``k - 1`` it has begun ``p - 1 - s`` microbatches of batch ``k``.
     Those run on version ``k - 1``, the others on version ``k``, which is then made. The versions
