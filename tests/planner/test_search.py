@@ -192,3 +192,14 @@ def test_memory_over_time_peaks_at_what_the_memory_model_says(schedule: str) -> 
     steps = memory_over_time(timeline, plan.stage_bytes(), 8)
     for stage in range(4):
         assert peak_bytes(steps[stage]) == plan.stages[stage].memory_bytes
+
+
+def test_of_very_deep_pipelines_fewer_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of_them = find_plans(gpt(), cluster(4), TRAINING).plans
+    monkeypatch.setattr("twobw.planner.search._MOST_FORWARDS", 1)
+    fewer = find_plans(gpt(), cluster(4), TRAINING).plans
+    assert len(fewer) <= 3 < len(all_of_them)
+    assert fewer[0].layout == all_of_them[0].layout
+    monkeypatch.setattr("twobw.planner.search._MOST_ALTERNATIVES", 3)
+    best = find_plans(gpt(), cluster(4), TRAINING).plans[0]
+    assert sum(not other.is_simulated for other in best.alternatives) == 3

@@ -34,12 +34,24 @@ def simulated_ns(
     def period_ns(count: int) -> float:
         return float(steady_state(schedule, count, cost, **options).period_ns)
 
-    longer = max(_MOST_EVENTS // num_stages, 2 * num_stages)
+    longer = _longest(num_stages)
     if m <= longer:
         return round(period_ns(m))
     shorter = longer // 2
     some, more = period_ns(shorter), period_ns(longer)
     return round(more + (m - longer) * (more - some) / (longer - shorter))
+
+
+def num_simulated(num_stages: int, num_microbatches: int) -> int:
+    """Forwards that `simulated_ns` plays, on all stages."""
+    longer = _longest(num_stages)
+    played = num_microbatches if num_microbatches <= longer else longer + longer // 2
+    return num_stages * played
+
+
+def _longest(num_stages: int) -> int:
+    """Microbatches of the longest batch that is simulated."""
+    return max(_MOST_EVENTS // num_stages, 2 * num_stages)
 
 
 def predict(

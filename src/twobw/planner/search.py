@@ -17,13 +17,16 @@ from twobw.planner.configuration import (
 from twobw.planner.memory import MemoryTable, StageMemory
 from twobw.planner.partition import split_layers
 from twobw.planner.plan import Alternative, Plan
-from twobw.planner.prediction import predict, with_losses
+from twobw.planner.prediction import num_simulated, predict, with_losses
 from twobw.planner.units import of_limit
 from twobw.profiler.profile import ModelProfile
 
 _LEAST_GAIN = 1e-3  # part of a batch's time that more microbatches in flight must save
 _MORE_SIMULATED = 2  # plans than are wanted, since closed forms may order them otherwise
 _LEAST_SIMULATED = 12  # however few are wanted
+_FEWEST_SIMULATED = 3  # however long that takes
+_MOST_FORWARDS = 140_000  # simulated for all plans together; beyond, fewer plans
+_MOST_ALTERNATIVES = 200  # that closed forms estimate for a plan's report, the fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +172,7 @@ class _Searcher:
             )
         wanted = max(top + _MORE_SIMULATED, _LEAST_SIMULATED)
         fitting, rejected = self._fitting(candidates, wanted)
-        plans = _without_idle_extras(
-            [self._plan(found.configuration, found.split) for found in fitting]
-        )
+        plans = _without_idle_extras(self._simulated(fitting))
         if plans:
             alternatives = self._alternatives(candidates, plans)
             plans[0] = with_losses(plans[0]).model_copy(update={"alternatives": alternatives})
@@ -207,6 +208,17 @@ class _Searcher:
             found.sort(key=lambda fitting: fitting.estimate_ns)
         return found[:wanted], list(rejected.values())
 
+    def _simulated(self, fitting: Sequence[_Fitting]) -> list[Plan]:
+        """Plans of the best, as many as may be simulated."""
+        plans: list[Plan] = []
+        left = _MOST_FORWARDS
+        for found in fitting:
+            if left < 0 and len(plans) >= _FEWEST_SIMULATED:
+                break
+            plans.append(self._plan(found.configuration, found.split))
+            left -= num_simulated(found.configuration.pp, found.configuration.num_microbatches)
+        return plans
+
     def _alternatives(
         self, candidates: Sequence[Candidate], plans: Sequence[Plan]
     ) -> tuple[Alternative, ...]:
@@ -227,7 +239,8 @@ class _Searcher:
             for plan in plans
         ]
         others = [found for found in fastest.values() if str(found.configuration) not in known]
-        return (*simulated, *(self._alternative(found) for found in others))
+        estimated = (self._alternative(found) for found in others[:_MOST_ALTERNATIVES])
+        return (*simulated, *estimated)
 
     def _alternative(self, candidate: Candidate) -> Alternative:
         """By closed form; what does not fit, with the best split of all."""
