@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from twobw.runtime.randomness import mix
+from twobw.training.altered import AlteredText
 from twobw.training.data import TextData
 
 ORDERS = ("as written", "bytes exchanged", "words exchanged")
 
 _EXCHANGED = 0.25  # of the pairs of bytes
 
-_TRAINING, _VALIDATION = 2, 3  # 0 and 1 seed masks
 
-
-class DisorderedText:
+class DisorderedText(AlteredText):
     """The windows of a text, of which some are put out of order, and how: a small sister of the
-    question whether a sentence is acceptable (Warstadt et al., 2019, CoLA).
+    question whether a sentence is acceptable (Warstadt et al., 2019, CoLA). Inputs are int64
+    ``(b, t)``, targets int64 ``(b,)``: numbers of `ORDERS`.
 
     All classes have the same bytes: how often each occurs tells nothing, only what stands beside
-    what. What becomes of a window depends on the seed and on the sample's place in the run alone;
-    of a validation sample, on its place alone.
+    what.
 
     Args:
         text: what is put out of order.
@@ -32,37 +30,12 @@ class DisorderedText:
     """
 
     def __init__(self, text: TextData, seed: int) -> None:
-        self._text = text
-        self._seed = seed
+        super().__init__(text, seed, put_out_of_order, streams=(2, 3))
 
     @property
     def description(self) -> str:
         """The text and the classes."""
-        return f"{self._text.description}\nclasses: {', '.join(ORDERS)}"
-
-    @property
-    def num_validation_windows(self) -> int:
-        """Samples to validate on."""
-        return self._text.num_validation_windows
-
-    def batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Samples ``first_sample ...`` of the run: inputs ``(b, t)`` and classes ``(b,)``, int64.
-
-        A class is a number of `ORDERS`, drawn anew each time that a window comes.
-        """
-        tokens, _ = self._text.batch(first_sample, batch_size)
-        samples = range(first_sample, first_sample + batch_size)
-        return put_out_of_order(tokens, [mix(_TRAINING, self._seed, sample) for sample in samples])
-
-    def validation_batches(
-        self, num_batches: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of the text, put out of order (see `batch`)."""
-        first = 0
-        for tokens, _ in self._text.validation_batches(num_batches, batch_size):
-            samples = range(first, first + len(tokens))
-            yield put_out_of_order(tokens, [mix(_VALIDATION, sample) for sample in samples])
-            first += len(tokens)
+        return f"{super().description}\nclasses: {', '.join(ORDERS)}"
 
 
 def put_out_of_order(tokens: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -73,7 +46,7 @@ def put_out_of_order(tokens: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tens
         seeds: one for each sample.
 
     Returns:
-        Inputs and classes, as `DisorderedText.batch`.
+        Inputs and classes, as `DisorderedText` gives them.
     """
     generator = torch.Generator()
     rows, classes = [], []

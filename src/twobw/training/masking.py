@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from twobw.models.bert import NOT_MASKED
-from twobw.runtime.randomness import mix
+from twobw.training.altered import AlteredText
 from twobw.training.data import TextData
 
 NUM_BYTES = 256
@@ -18,16 +18,12 @@ _CHOSEN = 0.15
 _MASKED = 0.8  # of those chosen
 _REPLACED = 0.1
 
-_TRAINING, _VALIDATION = 0, 1  # so that no sample of one is masked as one of the other
 
-
-class MaskedText:
+class MaskedText(AlteredText):
     """The windows of a text with bytes masked: 15 % of a window's bytes are chosen (at least
     one); of these, 80 % become the mask, 10 % another byte drawn at random, and 10 % stay (Devlin
-    et al., 2019, section 3.1).
-
-    A window is masked anew each time that it comes. How depends on the seed and on the sample's
-    place in the run alone; of a validation sample, on its place alone.
+    et al., 2019, section 3.1). Inputs and targets are int64 ``(b, t)`` each; a target is the byte
+    that was in a chosen place, elsewhere `NOT_MASKED`.
 
     Args:
         text: what is masked.
@@ -35,37 +31,7 @@ class MaskedText:
     """
 
     def __init__(self, text: TextData, seed: int) -> None:
-        self._text = text
-        self._seed = seed
-
-    @property
-    def description(self) -> str:
-        """That of the text."""
-        return self._text.description
-
-    @property
-    def num_validation_windows(self) -> int:
-        """Samples to validate on."""
-        return self._text.num_validation_windows
-
-    def batch(self, first_sample: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Samples ``first_sample ...`` of the run: inputs and targets, int64 ``(b, t)`` each.
-
-        A target is the byte that was in a chosen place, elsewhere `NOT_MASKED`.
-        """
-        tokens, _ = self._text.batch(first_sample, batch_size)
-        samples = range(first_sample, first_sample + batch_size)
-        return mask(tokens, [mix(_TRAINING, self._seed, sample) for sample in samples])
-
-    def validation_batches(
-        self, num_batches: int, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of the text, masked (see `batch`)."""
-        first = 0
-        for tokens, _ in self._text.validation_batches(num_batches, batch_size):
-            samples = range(first, first + len(tokens))
-            yield mask(tokens, [mix(_VALIDATION, sample) for sample in samples])
-            first += len(tokens)
+        super().__init__(text, seed, mask, streams=(0, 1))
 
 
 def mask(tokens: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -76,7 +42,7 @@ def mask(tokens: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
         seeds: one for each sample.
 
     Returns:
-        Inputs and targets, as `MaskedText.batch`.
+        Inputs and targets, as `MaskedText` gives them.
     """
     length = tokens.shape[1]
     count = max(1, round(_CHOSEN * length))
