@@ -9,7 +9,7 @@ from itertools import accumulate, product
 
 import numpy as np
 
-from twobw.core.generators import stage_rule
+from twobw.core.generators import NEVER_DRAINING, stage_rule
 from twobw.core.rank_grid import Placement
 from twobw.planner.closed_form import Sizes, estimate_ns
 from twobw.planner.cluster import ClusterSpec
@@ -27,7 +27,6 @@ from twobw.profiler.profile import ModelProfile
 SCHEDULES = ("2bw-fresh", "2bw", "paci", "1f1b", "gpipe", "no-pipeline")
 """That are chosen among unless others are asked for; of equally fast ones the first."""
 
-_NEVER_DRAINING = frozenset({"2bw-fresh", "2bw", "paci"})
 _LEANEST = ("no-pipeline", "1f1b")  # of one version, with the fewest microbatches in flight
 _MOST_WIDTHS = 3  # numbers of replicas that are looked at for a depth, the largest ones
 _MOST_EXTRA = 2
@@ -125,7 +124,7 @@ class Candidates:
             yield "1f1b", 0  # data parallelism: nothing to pipeline, no reason for older weights
             return
         for schedule in self._schedules:
-            if schedule in _NEVER_DRAINING and m < pp:
+            if schedule in NEVER_DRAINING and m < pp:
                 continue
             if recompute != "none" and stage_rule(schedule, 0, pp, m).backward_on_newest:
                 continue

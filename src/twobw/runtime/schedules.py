@@ -6,11 +6,10 @@ import warnings
 from dataclasses import dataclass, replace
 
 from twobw.core.checker import check, format_violations
-from twobw.core.generators import SCHEDULES, generate, options_of
+from twobw.core.generators import NEVER_DRAINING, SCHEDULES, generate, options_of
 from twobw.core.staleness import check_lookahead, check_recompute
 
 _CHECKED_BATCHES = 4
-_NEVER_DRAINING = ("2bw", "2bw-fresh", "paci")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def check_schedule(
             "nothing; use schedule='1f1b'",
             stacklevel=4,
         )
-    elif choice.name in _NEVER_DRAINING and m < p - 1:
+    elif choice.name in NEVER_DRAINING and m < p - 1:
         warnings.warn(
             f"{choice.name} with {m} microbatches on {p} stages runs at {m}/{p - 1} of full "
             f"speed; use num_microbatches >= {p - 1}, better {p}",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from twobw.config import Config, read_resolved_config
-from twobw.planner.configuration import Configuration
 from twobw.planner.plan import Plan
 from twobw.planner.prediction import predict
 from twobw.profiler.profile import ModelProfile, load_profile
 from twobw.reports.comparison_text import comparison_text
 from twobw.training.machine import local_cluster
-from twobw.training.planning import training_of
+from twobw.training.planning import configuration_of, training_of
 from twobw.training.run_folder import CONFIG, TIMELINE
 from twobw.training.run_reading import Run, load_run
 
@@ -66,17 +65,6 @@ def plan_of_run(run: Run, config: Config, profile: ModelProfile) -> Plan:
             f"the run's microbatches have {training.global_batch_size} / {pieces} samples; "
             f"profiled were {sizes}"
         )
-    lag = parallel.update_lag if isinstance(parallel.update_lag, int) else 0
-    configuration = Configuration(
-        parallel.pp,
-        parallel.dp,
-        size,
-        parallel.num_microbatches,
-        parallel.schedule,
-        training.recompute,  # type: ignore[arg-type]
-        parallel.extra_in_flight,
-        lag,
-        parallel.grid.placement,
-    )
+    configuration = configuration_of(config, size)
     cluster = local_cluster(profile.link, config.num_ranks)
     return predict(profile, cluster, training_of(config), configuration, run.split)

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from twobw import __version__
 from twobw.reports.table_text import aligned
 from twobw.training import loopback
-from twobw.training.resources import PROCESS_BYTES, available_bytes
+from twobw.training.machine import available_bytes, usable_cores
+from twobw.training.resources import PROCESS_BYTES
 
 _LIMIT = timedelta(seconds=60)
 _PINGS = 40
@@ -126,8 +127,7 @@ def versions() -> Finding:
 
 def processors(num_ranks: int) -> Finding:
     """Cores that this process may use, against ranks."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = usable or 1
+    cores = usable_cores()
     remedy = ""
     if cores < num_ranks and not torch.cuda.is_available():
         remedy = (

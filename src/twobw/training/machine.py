@@ -17,7 +17,7 @@ def num_local_devices(num_threads: int) -> int:
 
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    return max(_usable_cores() // num_threads, 1)
+    return max(usable_cores() // num_threads, 1)
 
 
 def local_cluster(link: LinkProfile | None, num_devices: int) -> ClusterSpec:
@@ -41,10 +41,10 @@ def _memory_bytes(num_devices: int) -> int:
 
     if torch.cuda.is_available():
         return min(torch.cuda.mem_get_info(device)[0] for device in range(num_devices))
-    return _available_bytes() // num_devices
+    return available_bytes() // num_devices
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Of the host: what programs can have without swapping, which Linux estimates; elsewhere all
     that there is."""
     info = Path("/proc/meminfo")
@@ -55,7 +55,8 @@ def _available_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from twobw.config import Config, ConfigError, ParallelSettings, load_config
 from twobw.planner.cluster import load_cluster
-from twobw.planner.configuration import Training
+from twobw.planner.configuration import Configuration, Training
 from twobw.planner.plan import PLANNED_SETTINGS, Plan, load_plan
 from twobw.planner.search import find_plans
 from twobw.profiler.profile import ModelProfile
@@ -125,9 +125,27 @@ def training_of(config: Config) -> Training:
     )
 
 
+def configuration_of(config: Config, microbatch_size: int) -> Configuration:
+    """The layout that a config has, for microbatches of so many samples."""
+    parallel = config.parallel
+    return Configuration(
+        parallel.pp,
+        parallel.dp,
+        microbatch_size,
+        parallel.num_microbatches,
+        parallel.schedule,
+        config.training.recompute,  # type: ignore[arg-type]
+        parallel.extra_in_flight,
+        parallel.update_lag if isinstance(parallel.update_lag, int) else 0,
+        parallel.grid.placement,
+    )
+
+
 def _check_overrides(overrides: Mapping[str, str], source: str, names: Collection[str]) -> None:
-    """Raises:
-    ConfigError: an override is what a plan says.
+    """Refuse what a plan says besides.
+
+    Raises:
+        ConfigError: an override has one of these names.
     """
     problems = [
         f"--{name} {value}: the plan says it; leave it out, or train without a plan"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from twobw.config import Config, ConfigError
-from twobw.planner.configuration import Configuration
 from twobw.planner.memory import stage_memory
 from twobw.planner.partition import balance
 from twobw.profiler.profile import ModelProfile
-from twobw.training.planning import training_of
+from twobw.training.machine import available_bytes
+from twobw.training.planning import configuration_of, training_of
 
 PROCESS_BYTES = 300e6
 """Of a rank on a CPU, before it has a model: the interpreter, torch, its libraries."""
@@ -102,21 +101,13 @@ def memory_problem(
 
 def predicted_bytes(config: Config, profiler: Profiler) -> list[int]:
     """The peak of each stage."""
-    parallel, training = config.parallel, config.training
+    parallel = config.parallel
     pieces = parallel.num_microbatches * parallel.dp
-    size = -(-training.global_batch_size // pieces)  # the largest microbatch
+    size = -(-config.training.global_batch_size // pieces)  # the largest microbatch
     profile = profiler(config, [size])
     layers = [profile.layer(index) for index in range(config.model.size().list_length)]
     split = parallel.split or balance([layer.num_parameters + 1 for layer in layers], parallel.pp)
-    configuration = Configuration(
-        parallel.pp,
-        parallel.dp,
-        size,
-        parallel.num_microbatches,
-        parallel.schedule,
-        training.recompute,  # type: ignore[arg-type]
-        parallel.extra_in_flight,
-    )
+    configuration = configuration_of(config, size)
     return [
         stage_memory(profile, training_of(config), configuration, split, stage).total
         for stage in range(parallel.pp)
@@ -135,15 +126,3 @@ def rough_bytes(config: Config) -> float:
     a_block = 40 * model.width + 8 * model.num_heads * model.sequence_length
     activations = 4 * tokens * (model.num_layers * a_block + 12 * model.vocab_size)
     return weights + activations + config.num_ranks * PROCESS_BYTES
-
-
-def available_bytes() -> float:
-    """What new processes can have of this machine's memory, by the kernel's estimate."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024.0
-    except OSError:
-        pass
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

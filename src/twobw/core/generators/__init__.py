@@ -31,6 +31,10 @@ SCHEDULES: dict[str, Callable[..., StageRule]] = {
     "no-pipeline": no_pipeline,
 }
 
+NEVER_DRAINING = frozenset({"2bw", "2bw-fresh", "paci"})
+"""The schedules that go on with the next batch before the last one's update: they are at full speed
+from ``num_stages - 1`` microbatches on."""
+
 
 def stage_rule(
     name: str, stage: int, num_stages: int, num_microbatches: int, **options: int
