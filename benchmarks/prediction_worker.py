@@ -28,8 +28,8 @@ class Process:
         return time.process_time()
 
 
-class Rank(Process):
-    """One stage's process, in which layers are profiled and batches are trained by turns.
+class Profiling(Process):
+    """A process of a team in which layers are profiled.
 
     Args:
         seat: this process's place.
@@ -46,6 +46,10 @@ class Rank(Process):
         self._batch_times = time_batches(config, self._device)
         seat.join()
         self._rank = seat.rank
+
+
+class Rank(Profiling):
+    """One stage's process, in which layers are profiled and batches are trained by turns."""
 
     def begin(self, config: Config) -> None:
         """Make ready to profile and to train as a config says."""
@@ -70,33 +74,19 @@ class Rank(Process):
         return profile.to_json() if self._rank == 0 else None
 
 
-class Contest(Process):
-    """A process in which many configurations of one model are trained by turns.
-
-    Args:
-        seat: this process's place.
-        config: precision and optimizer, for the overheads that are measured at the start.
-    """
+class Contest(Profiling):
+    """A process in which many configurations of one model are trained by turns."""
 
     def __init__(self, seat: Seat, config: Config) -> None:
-        import torch
-
-        from twobw.profiler.overhead import time_batches
-
-        torch.set_num_threads(1)
-        self._batch_times = time_batches(config, torch.device("cpu"))
-        seat.join()
+        super().__init__(seat, config)
         self._trainings: dict[str, Training] = {}
 
     def profile(self, config: Config, microbatch_sizes: list[int]) -> str:
         """Of the model."""
-        import torch
-
         from twobw.profiler.rank import RankProfiler
         from twobw.profiler.timing import NUM_ROUNDS
 
-        device = torch.device("cpu")
-        profiler = RankProfiler(config, microbatch_sizes, device, self._batch_times)
+        profiler = RankProfiler(config, microbatch_sizes, self._device, self._batch_times)
         for _ in range(NUM_ROUNDS):
             for size in microbatch_sizes:
                 profiler.time_microbatches(size)

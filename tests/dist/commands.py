@@ -30,6 +30,14 @@ timeout_s = 60.0
 """
 
 
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 @dataclass(frozen=True)
 class Ended:
     code: int

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.dist.commands import Ended, batches_of, started, wait_until
+from tests.dist.commands import Ended, batches_of, is_running, started, wait_until
 from twobw.cli import main
 from twobw.config import read_resolved_config
 from twobw.models.whole import whole_model
@@ -19,14 +19,6 @@ from twobw.training.run_reading import load_run
 
 ENDLESS = ("--training.num_batches", "1000000", "--training.log_every", "1000000")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def check_run(run: Path, num_batches: int) -> None:

@@ -11,19 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.commands import CONFIG, Command, started, wait_until
+from tests.dist.commands import CONFIG, Command, is_running, started, wait_until
 from twobw.training.run_folder import log_path
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 ENDLESS = ("--training.num_batches", "1000000", "--training.log_every", "1000000")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @LINUX

@@ -78,6 +78,11 @@ def find_ties(layers: Sequence[Layer], split: Sequence[int]) -> list[TiedNames]:
     return _shared(layers, split, lambda layer: layer.named_parameters(remove_duplicate=False))
 
 
+def owners_names(ties: Iterable[TiedNames], stage: int) -> dict[str, str]:
+    """The owner's name of each tied parameter that a stage has, by the name there."""
+    return {tie.name_on[stage]: tie.names[0] for tie in ties if stage in tie.name_on}
+
+
 def find_shared_buffers(layers: Sequence[Layer], split: Sequence[int]) -> list[TiedNames]:
     """The buffers that are the same object on several stages."""
     return _shared(layers, split, lambda layer: layer.named_buffers(remove_duplicate=False))
@@ -129,7 +134,7 @@ class ConstantBuffers:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(
-        a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
     )
 
 

@@ -135,6 +135,7 @@ class Pipeline:
         self._schedule = self._checked(schedule, num_microbatches, extra_in_flight, update_lag)
         self.split = choose_split(layers, split, self.num_stages)
         ties = find_ties(layers, self.split)
+        shared_buffers = find_shared_buffers(layers, self.split)
         tie_sets = list(dict.fromkeys(frozenset(tie.name_on) for tie in ties))
         grid = RankGrid(self.num_stages, dp, placement)
         if is_distributed:
@@ -173,7 +174,7 @@ class Pipeline:
                 build_layers(own, first, seed),
                 first,
                 ties,
-                find_shared_buffers(layers, self.split),
+                shared_buffers,
                 settings=settings,
                 schedule=self._schedule,
                 runner=LayerRunner(seed, lock),

@@ -29,7 +29,7 @@ from twobw.runtime.checkpoint.writing import Part
 from twobw.runtime.collectives import same_everywhere
 from twobw.runtime.executor import Executor, LossFunction
 from twobw.runtime.finiteness import FiniteWatch, NonFinite
-from twobw.runtime.layers import ConstantBuffers, TiedNames
+from twobw.runtime.layers import ConstantBuffers, TiedNames, owners_names
 from twobw.runtime.mesh import Mesh
 from twobw.runtime.messages import Message, Value, map_value
 from twobw.runtime.optimization import Optimization, OptimizerFactory, SchedulerFactory
@@ -380,7 +380,7 @@ class Rank:
     def _named_as_owned(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer is given. A copy of a tied weight has its owner's name, so that a
         rule on names treats all copies alike, as ``nn.Sequential.named_parameters`` has it."""
-        owned = {tie.name_on.get(self.mesh.stage): tie.names[0] for tie in self._ties}
+        owned = owners_names(self._ties, self.mesh.stage)
         return [(owned.get(name, name), p) for name, p in self._weights.optimizer_parameters()]
 
     def _restore_lag(self, before: Progress) -> None:
@@ -523,13 +523,12 @@ class Rank:
         mixed precision has cast, in fp32 again."""
         state: dict[str, Tensor] = {}
         copies: dict[Tensor, Tensor] = {}  # by identity: what is one here is one there
-        for number, layer in enumerate(self._stage.layers, self._stage.first_layer):
-            for name, tensor in layer.state_dict(keep_vars=True).items():
-                if tensor not in copies:
-                    newest = self._weights.master_of(tensor).detach().cpu().clone()
-                    is_cast = self._weights.is_mixed and newest.dtype == self._weights.dtype
-                    copies[tensor] = newest.float() if is_cast else newest
-                state[f"{number}.{name}"] = copies[tensor]
+        for name, tensor in self._stage.tensors().items():
+            if tensor not in copies:
+                newest = self._weights.master_of(tensor).detach().cpu().clone()
+                is_cast = self._weights.is_mixed and newest.dtype == self._weights.dtype
+                copies[tensor] = newest.float() if is_cast else newest
+            state[name] = copies[tensor]
         return state
 
     def _send_state(self, value: Value) -> None:

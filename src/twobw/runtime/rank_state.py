@@ -11,7 +11,7 @@ from twobw.runtime.checkpoint.manifest import CheckpointError, OptimizerRecord
 from twobw.runtime.checkpoint.optimizer_state import record_optimizer, restore_optimizer
 from twobw.runtime.checkpoint.reading import Stored
 from twobw.runtime.checkpoint.writing import Part
-from twobw.runtime.layers import TiedNames
+from twobw.runtime.layers import TiedNames, owners_names
 from twobw.runtime.mesh import Mesh
 from twobw.runtime.optimization import Optimization
 from twobw.runtime.stage import Stage
@@ -94,21 +94,14 @@ class RankState:
     def _rest(self) -> dict[str, Tensor]:
         """Buffers and frozen parameters."""
         trained = set(self.weights.installed())
-        return {
-            f"{number}.{name}": tensor
-            for number, layer in enumerate(self.stage.layers, self.stage.first_layer)
-            for name, tensor in layer.state_dict(keep_vars=True).items()
-            if tensor not in trained
-        }
+        return {name: t for name, t in self.stage.tensors().items() if t not in trained}
 
     def _is_owner(self, name: str) -> bool:
         return self._stored_name(name) == name
 
     def _stored_name(self, name: str) -> str:
         """A tied weight is stored once, under its first name in the unsplit model."""
-        stage = self.mesh.stage
-        owners = (tie.names[0] for tie in self.ties if tie.name_on.get(stage) == name)
-        return next(owners, name)
+        return owners_names(self.ties, self.mesh.stage).get(name, name)
 
     def _check_names(self, stored: Stored) -> None:
         """Refuse a checkpoint of a model whose layers have other tensors than this stage's."""

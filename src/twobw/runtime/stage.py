@@ -168,6 +168,15 @@ class Stage:
         assert gradients is not None, "a stage has a segment"
         return tuple(gradients)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What the layers' state dicts have, the tensors themselves, by their names in the unsplit
+        model."""
+        return {
+            f"{number}.{name}": tensor
+            for number, layer in enumerate(self.layers, self.first_layer)
+            for name, tensor in layer.state_dict(keep_vars=True).items()
+        }
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Eval mode and no gradients while open; every module's mode is restored after."""
